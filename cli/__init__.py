@@ -1,0 +1,1 @@
+"""Top floor: the `shardwright` command, one small module per verb."""

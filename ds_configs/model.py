@@ -1,0 +1,164 @@
+"""`ModelSpec`: every parameter of a model by name pattern, shape and group, without its weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from .dimensions import Dimensions
+
+Group = Literal["embedding", "attention", "mlp", "experts", "norm", "head", "other"]
+ParameterKind = Literal["linear", "embedding", "norm", "experts", "bias", "other"]
+
+LEAF_MOE_BLOCKS = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Model types whose sparse block DeepSpeed gathers as one unit (deepspeed/runtime/zero/leaf_module_config.py:11)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterShape:
+    """One parameter name pattern; `*` stands for a layer index."""
+
+    name: str
+    """Qualified name with layer indices replaced, such as `model.layers.*.mlp.up_proj.weight`."""
+    shape: tuple[int, ...]
+    """Shape of one such tensor."""
+    count: int
+    """How many layers hold it; 1 outside the layers."""
+    group: Group
+    """The part of the model it belongs to."""
+    kind: ParameterKind
+    """What the owning module is; decides which tensors LoRA targets and 4-bit loading replaces."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of one such tensor."""
+        return prod(self.shape)
+
+    @property
+    def total(self) -> int:
+        """Elements of all such tensors."""
+        return self.numel * self.count
+
+    @property
+    def module(self) -> str:
+        """Name pattern of the module that owns it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether it belongs to a repeated layer."""
+        return ".*." in self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """What planning needs to know of a model; made from `config.json` or on the meta device, never from weights."""
+
+    name: str
+    """Hub id, directory or file that the user named."""
+    revision: str | None = None
+    """Commit hash that a Hub id was resolved to; `None` for local files."""
+    model_type: str
+    """`model_type` of `config.json`, such as `llama`."""
+    architecture: str
+    """Class that transformers builds, such as `LlamaForCausalLM`."""
+    task: Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"] = "causal_lm"
+    """What the class is trained for; decides the loss term."""
+    dimensions: Dimensions
+    """Sizes of the main stack (the text decoder of a multimodal model)."""
+    parameters: tuple[ParameterShape, ...]
+    """All parameters; tied tensors appear once."""
+    buffer_bytes: int = 0
+    """Non-parameter tensors (rotary tables), kept in fp32 on every rank."""
+    layer_classes: tuple[str, ...]
+    """Module classes that FSDP wraps and checkpointing recomputes (`_no_split_modules`)."""
+    tied_embeddings: bool
+    """Whether the head shares the token embedding."""
+    weight_conversion: bool = False
+    """Whether loading fuses tensors (mixture of experts), which materialises them on every rank."""
+    source: Literal["config", "meta"]
+    """`config`: the closed form of a known family; `meta`: built by transformers on the meta device."""
+
+    @property
+    def parameter_count(self) -> int:
+        """All parameters, tied ones once."""
+        return sum(parameter.total for parameter in self.parameters)
+
+    def group_counts(self) -> dict[str, int]:
+        """Parameters by group, in the order of first appearance."""
+        counts: dict[str, int] = defaultdict(int)
+        for parameter in self.parameters:
+            counts[parameter.group] += parameter.total
+        return dict(counts)
+
+    @property
+    def layer_parameter_count(self) -> int:
+        """Parameters of the largest single transformer layer."""
+        layers: dict[str, int] = defaultdict(int)
+        for parameter in self.parameters:
+            if parameter.in_layer:
+                layers[parameter.name.split(".*.")[0]] += parameter.numel
+        return max(layers.values(), default=0)
+
+    @property
+    def parameters_outside_layers(self) -> int:
+        """Embeddings, final norm and head, tied ones once."""
+        return sum(parameter.total for parameter in self.parameters if not parameter.in_layer)
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest single tensor."""
+        return max(parameter.numel for parameter in self.parameters)
+
+    def largest_gather_unit(self) -> int:
+        """Elements that ZeRO-3 gathers at once for the most demanding module.
+
+        DeepSpeed fetches the direct parameters of one module at a time, and a leaf module (sparse
+        mixture-of-experts block) as a whole (deepspeed/runtime/zero/parameter_offload.py). Transformers 5
+        keeps all experts of a layer in two 3-D tensors of one module.
+        """
+        units: dict[str, int] = defaultdict(int)
+        for parameter in self.parameters:
+            units[self._gather_module(parameter)] += parameter.numel
+        return max(units.values())
+
+    def _gather_module(self, parameter: ParameterShape) -> str:
+        if self.model_type in LEAF_MOE_BLOCKS and ".mlp." in parameter.name:
+            return parameter.name.split(".mlp.")[0] + ".mlp"
+        return parameter.module
+
+    def persistent_parameters(self, threshold: int) -> int:
+        """Elements of all tensors of at most `threshold` elements, which ZeRO-3 keeps on every rank."""
+        return sum(parameter.total for parameter in self.parameters if parameter.numel <= threshold)
+
+    def linear_parameters(self, *, include_head: bool) -> int:
+        """Elements of all Linear weights, which bitsandbytes replaces (without the head) and autocast copies."""
+        return sum(
+            parameter.total
+            for parameter in self.parameters
+            if parameter.kind == "linear" and (include_head or parameter.group != "head")
+        )
+
+
+def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> int:
+    """Trainable parameters that LoRA adds: `rank * (in_features + out_features)` for each targeted Linear.
+
+    `targets` holds module name endings (`q_proj`) or `all-linear`, which PEFT expands to every Linear but the
+    output head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). Returns 0 when nothing matches.
+    """
+    return sum(
+        rank * (parameter.shape[0] + parameter.shape[1]) * parameter.count
+        for parameter in targeted_linears(model, targets)
+    )
+
+
+def targeted_linears(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
+    """Linear weights that LoRA adapts for these targets."""
+    wanted = tuple(targets)
+    linears = [p for p in model.parameters if p.kind == "linear" and p.name.endswith(".weight") and len(p.shape) == 2]
+    if "all-linear" in wanted:
+        return [parameter for parameter in linears if parameter.group != "head"]
+    return [p for p in linears if any(p.module == t or p.module.endswith("." + t) for t in wanted)]

@@ -1,0 +1,1 @@
+"""Turns a plan into the files that DeepSpeed, Accelerate and schedulers read."""

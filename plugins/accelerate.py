@@ -1,0 +1,124 @@
+"""Accelerate on ranks without an accelerator: the true world size under DeepSpeed, and FSDP2 that really shards.
+
+Seen with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.13.0, two gloo ranks:
+
+- ``accelerate/state.py`` picks a communication backend only for accelerators or for ``cpu=True``. Under DeepSpeed
+  on CPU the backend stays ``None`` and every rank calls itself rank 0 of 1, although DeepSpeed has started gloo.
+  The batch size that fills ``auto`` is then wrong and every rank trains on the same samples.
+- ``TrainingArguments(use_cpu=True)`` alone repairs the count, yet ``deepspeed.comm`` is not started, so that
+  ``zero.Init`` computes the batch for one rank and fails an assertion.
+- ``AcceleratorState`` turns on FSDP only for ``MULTI_<accelerator>`` types. On CPU ranks it drops the FSDP plugin
+  without a word and the Trainer trains plain DDP.
+- ``TrainingArguments(bf16=True)`` on such a host needs ``use_cpu=True``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from ..ds_configs.errors import Fault, ShardwrightError, UsageError
+
+Engine = Literal["ddp", "deepspeed", "fsdp2"]
+
+_TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
+
+
+def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
+    """Prepare Accelerate for CPU ranks and return the ``TrainingArguments`` keywords that go with it.
+
+    Call it before ``TrainingArguments`` is built. It changes nothing and returns ``{}`` on a host with an
+    accelerator; hide the accelerators (``CUDA_VISIBLE_DEVICES=""``) to train on CPU ranks there.
+
+    Args:
+        engine: What will train; ``None`` reads it from the environment that ``accelerate launch`` sets. Pass
+            ``"deepspeed"`` or ``"fsdp2"`` when ``TrainingArguments(deepspeed=...)`` or ``(fsdp=True)`` decides.
+
+    Raises:
+        UsageError: FSDP version 1 is asked for, which cannot run on CPU ranks.
+        ShardwrightError: Accelerate still reports another world size than the launcher's ``WORLD_SIZE``.
+
+    Example:
+        >>> overrides = configure_cpu_ranks("deepspeed")  # under torchrun with 2 CPU ranks
+        >>> TrainingArguments(output_dir, deepspeed="ds_config.json", bf16=True, **overrides).world_size
+        2
+    """
+    import torch
+
+    if torch.accelerator.is_available():
+        return {}
+    engine = engine or engine_from_environment()
+    if "LOCAL_RANK" not in os.environ:
+        return {"use_cpu": True}
+    if engine == "ddp":
+        return {"use_cpu": True}
+    if engine == "fsdp2":
+        _refuse_fsdp1()
+        _start_gloo_state(deepspeed=False)
+        _report_as_multi_accelerator()
+    else:
+        _start_gloo_state(deepspeed=True)
+    return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
+
+
+def engine_from_environment() -> Engine:
+    """Return the engine that ``accelerate launch`` announced through its environment; plain DDP when none."""
+    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+        return "deepspeed"
+    return "fsdp2" if _is_set("ACCELERATE_USE_FSDP") else "ddp"
+
+
+def _start_gloo_state(*, deepspeed: bool) -> None:
+    """Create Accelerate's process state on gloo; under DeepSpeed this starts ``deepspeed.comm`` for ``zero.Init``."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with _environment_flag("ACCELERATE_USE_DEEPSPEED", enabled=deepspeed):
+        state = PartialState(backend="gloo")
+    launched = int(os.environ["WORLD_SIZE"])
+    if state.num_processes != launched:
+        raise ShardwrightError(
+            f"Accelerate reports {state.num_processes} processes where the launcher started WORLD_SIZE = {launched}: "
+            "every rank would train on the same samples; use an accelerate release that this version of "
+            "shardwright was tested with (1.15)"
+        )
+
+
+def _report_as_multi_accelerator() -> None:
+    """Let ``AcceleratorState`` enter its FSDP branch: it compares the type alone, and the device stays ``cpu``."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _refuse_fsdp1() -> None:
+    version = os.environ.get("FSDP_VERSION", "2")
+    if version != "2":
+        raise UsageError(
+            Fault(
+                where="fsdp_version",
+                value=version,
+                rule="CPU ranks shard with FSDP2 only",
+                fix="set `fsdp_version: 2` in the accelerate configuration",
+            )
+        )
+
+
+@contextmanager
+def _environment_flag(name: str, *, enabled: bool) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = str(enabled).lower()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in _TRUE

@@ -1,0 +1,176 @@
+"""Runs one metered training step of a model and cuts it into named phases (seen with transformers 5.17)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .activation_meter import Recording, StorageMeter
+
+Mode = Literal["bf16", "fp32", "bf16_autocast"]
+
+# CUDA autocast runs these in float32, CPU autocast does not (torch 2.13, torch/amp documentation, op reference).
+CUDA_FLOAT32_FUNCTIONS = frozenset(
+    "__pow__ __rpow__ pow rsqrt exp expm1 log log2 log10 log1p reciprocal softplus softmax log_softmax layer_norm "
+    "group_norm norm cumsum cumprod prod sum cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
+    "binary_cross_entropy_with_logits cosine_similarity sinh cosh tan acos asin erfinv dist renorm".split()
+)
+
+
+class CudaFloat32Policy(TorchFunctionMode):
+    """Gives CPU autocast the float32 list of CUDA autocast, so that saved element types match a GPU run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Casts half-precision inputs of listed functions to float32."""
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") in CUDA_FLOAT32_FUNCTIONS and kwargs.get("dtype") is None:
+            args = tuple(_widen(value) for value in args)
+            kwargs = {name: _widen(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Live activation bytes of one training step, without parameters, their gradients and their copies."""
+
+    head_start: int
+    """Live when the output head starts: every saved tensor of the layers and of what surrounds them."""
+    kept: int
+    """Live when the forward has returned and its outputs are dropped."""
+    layer_forward: list[int]
+    """After each operator of the last layer's forward, beyond what lived when that layer started."""
+    loss_forward: list[int]
+    """After each operator from the output head to the end of the loss."""
+    loss_backward: list[int]
+    """After each operator from the start of the backward to the last layer's output gradient."""
+    layer_backward: list[int]
+    """After each operator of the last layer's backward."""
+    backward: list[int]
+    """After each operator of the whole backward."""
+    weight_copy_bytes: int
+    """Copies of parameters in another element type that live when the output head starts."""
+
+
+@contextmanager
+def _precision(mode: Mode) -> Iterator[None]:
+    with ExitStack() as stack:
+        if mode == "bf16_autocast":
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            stack.enter_context(CudaFloat32Policy())
+        yield
+
+
+def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], mode: Mode) -> torch.Tensor:
+    """Does what `Trainer.compute_loss` does: outputs die when it returns, only the loss survives."""
+    with _precision(mode):
+        outputs = model(**inputs)
+    if mode == "bf16_autocast":
+        from accelerate.utils.operations import convert_to_fp32
+
+        # Accelerate 1.15 wraps the forward in ConvertOutputsToFp32, which copies every half-precision output.
+        outputs = convert_to_fp32(outputs)
+    loss = outputs["loss"]
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+def run_training_step(
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    mode: Mode,
+    layers: list[torch.nn.Module],
+    head: torch.nn.Module | None,
+) -> Phases:
+    """Meters forward, loss and backward of `model` in training mode.
+
+    `layers` are the transformer layers in the order of execution; `head` is the output projection, or `None` when
+    everything after the last layer counts as loss.
+    """
+    parameters = list(model.parameters())
+    meter = StorageMeter([*parameters, *model.buffers(), *inputs.values()])
+    in_forward = [True]
+    hooks = _place_marks(meter, layers, head, in_forward)
+    # Gradients of earlier steps would be added in place instead of being moved into `.grad`.
+    model.zero_grad(set_to_none=True)
+    try:
+        with meter:
+            loss = _forward(model, inputs, mode)
+            meter.mark("kept")
+            in_forward[0] = False
+            loss.backward()  # type: ignore[no-untyped-call]
+            meter.mark("end")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return _cut(meter.recording, parameters, meter.numbers_of(gradients), len(layers))
+
+
+def _place_marks(
+    meter: StorageMeter, layers: list[torch.nn.Module], head: torch.nn.Module | None, in_forward: list[bool]
+) -> list[Any]:
+    def starts(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            # Checkpointing runs the layer again in the backward; only its first run bounds the forward.
+            if in_forward[0]:
+                meter.mark(name)
+
+        return hook
+
+    def ends(number: int) -> Callable[..., None]:
+        def hook(_: object, __: object, output: Any) -> None:
+            tensor = output if isinstance(output, torch.Tensor) else output[0]
+            if in_forward[0]:
+                meter.mark(f"layer {number} end")
+                tensor.register_hook(lambda _: meter.mark(f"gradient {number}"))
+
+        return hook
+
+    handles: list[Any] = []
+    for number, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(starts(f"layer {number}")))
+        handles.append(layer.register_forward_hook(ends(number)))
+    if head is not None:
+        handles.append(head.register_forward_pre_hook(starts("head")))
+    return handles
+
+
+def _cut(recording: Recording, parameters: list[torch.Tensor], gradients: set[int], num_layers: int) -> Phases:
+    weight_like = recording.weight_shaped(parameters)
+    spans: dict[str, list[int]] = {"": []}
+    marks: dict[str, int] = {}
+    current = ""
+    for name, live in recording.replay(weight_like | gradients):
+        if name:
+            current = name
+            marks[name] = live
+            spans[name] = []
+        else:
+            spans[current].append(live)
+    copies = dict(entry for entry in recording.replay(gradients) if entry[0])
+    last = num_layers - 1
+    head = "head" if "head" in marks else f"layer {last} end"
+    names = list(spans)
+    first_gradient = names.index(f"gradient {last}")
+    return Phases(
+        head_start=marks[head],
+        kept=marks["kept"],
+        layer_forward=[live - marks[f"layer {last}"] for live in spans[f"layer {last}"]],
+        loss_forward=spans[head],
+        loss_backward=spans["kept"],
+        layer_backward=spans[f"gradient {last}"],
+        backward=[live for name in names[first_gradient:] for live in spans[name]],
+        weight_copy_bytes=copies[head] - marks[head],
+    )

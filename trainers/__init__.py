@@ -1,0 +1,1 @@
+"""Second floor: Trainer subclasses, callbacks and the pure loss functions they use."""
