@@ -145,6 +145,7 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str, revision: st
         parameters=tuple(_decoder_parameters(config, family, dimensions, tied=tied)),
         buffer_bytes=_rotary_bytes(config, family, dimensions),
         layer_classes=(family.layer_class,),
+        sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
         tied_embeddings=tied,
         weight_conversion=bool(dimensions.num_experts),
         source="config",
@@ -223,9 +224,7 @@ def _attention(config: Mapping[str, Any], family: _Family, dimensions: Dimension
     yield from _linear("self_attn.o_proj", hidden, query, dimensions.num_layers, "attention", output_bias)
     if family.head_norm:
         for norm in ("q_norm", "k_norm"):
-            yield _layer(
-                f"self_attn.{norm}.weight", (dimensions.head_dim,), dimensions.num_layers, "norm", "norm"
-            )
+            yield _layer(f"self_attn.{norm}.weight", (dimensions.head_dim,), dimensions.num_layers, "norm", "norm")
 
 
 def _mlp(config: Mapping[str, Any], family: _Family, dimensions: Dimensions) -> Iterator[ParameterShape]:
@@ -254,7 +253,12 @@ def _linear(
 
 
 def _layer(
-    name: str, shape: tuple[int, ...], count: int, group: Group, kind: ParameterKind, stack: str = "model.layers"
+    name: str,
+    shape: tuple[int, ...],
+    count: int,
+    group: Group,
+    kind: ParameterKind,
+    stack: str = "model.layers",
 ) -> ParameterShape:
     return ParameterShape(name=f"{stack}.*.{name}", shape=shape, count=count, group=group, kind=kind)
 
@@ -306,6 +310,7 @@ def _gpt2(config: Mapping[str, Any], *, name: str, revision: str | None) -> Mode
             vocab_size=config["vocab_size"],
         ),
         parameters=tuple(parameters),
+        learned_positions=config["n_positions"],
         layer_classes=("GPT2Block",),
         tied_embeddings=tied,
         source="config",

@@ -77,6 +77,10 @@ class ModelSpec:
     """Module classes that FSDP wraps and checkpointing recomputes (`_no_split_modules`)."""
     tied_embeddings: bool
     """Whether the head shares the token embedding."""
+    learned_positions: int | None = None
+    """Rows of a learned position table, which bound the sequence; `None` with rotary or relative positions."""
+    sliding_window: int | None = None
+    """Tokens that attention looks back in some layers; a longer sequence brings a mask. `None` for full attention."""
     weight_conversion: bool = False
     """Whether loading fuses tensors (mixture of experts), which materialises them on every rank."""
     source: Literal["config", "meta"]

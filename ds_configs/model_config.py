@@ -94,9 +94,7 @@ def _size_faults(config: Mapping[str, Any], names: Mapping[str, str], source: st
             continue
         zero_allowed = value == 0 and field in _NULLABLE and not isinstance(value, bool)
         if not _is_size(value, limit) and not zero_allowed:
-            faults.append(
-                Fault(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}")
-            )
+            faults.append(Fault(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}"))
     return faults
 
 

@@ -1,14 +1,14 @@
-"""Accelerate on ranks without an accelerator: the true world size under DeepSpeed, and FSDP2 that really shards.
+"""Accelerate on ranks without an accelerator: the true world size under DeepSpeed, FSDP2 that really shards.
 
 Seen with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.13.0, two gloo ranks:
 
-- ``accelerate/state.py`` picks a communication backend only for accelerators or for ``cpu=True``. Under DeepSpeed
-  on CPU the backend stays ``None`` and every rank calls itself rank 0 of 1, although DeepSpeed has started gloo.
-  The batch size that fills ``auto`` is then wrong and every rank trains on the same samples.
+- ``accelerate/state.py`` picks a communication backend only for accelerators or for ``cpu=True``. Under
+  DeepSpeed on CPU the backend stays ``None`` and every rank calls itself rank 0 of 1, although DeepSpeed has
+  started gloo. The batch size that fills ``auto`` is then wrong and every rank trains on the same samples.
 - ``TrainingArguments(use_cpu=True)`` alone repairs the count, yet ``deepspeed.comm`` is not started, so that
   ``zero.Init`` computes the batch for one rank and fails an assertion.
-- ``AcceleratorState`` turns on FSDP only for ``MULTI_<accelerator>`` types. On CPU ranks it drops the FSDP plugin
-  without a word and the Trainer trains plain DDP.
+- ``AcceleratorState`` turns on FSDP only for ``MULTI_<accelerator>`` types. On CPU ranks it drops the FSDP
+  plugin without a word and the Trainer trains plain DDP.
 - ``TrainingArguments(bf16=True)`` on such a host needs ``use_cpu=True``.
 """
 
@@ -33,8 +33,8 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
     accelerator; hide the accelerators (``CUDA_VISIBLE_DEVICES=""``) to train on CPU ranks there.
 
     Args:
-        engine: What will train; ``None`` reads it from the environment that ``accelerate launch`` sets. Pass
-            ``"deepspeed"`` or ``"fsdp2"`` when ``TrainingArguments(deepspeed=...)`` or ``(fsdp=True)`` decides.
+        engine: What will train; ``None`` reads it from the environment that ``accelerate launch`` sets. Name
+            it when ``TrainingArguments(deepspeed=...)`` or ``TrainingArguments(fsdp=True)`` decides.
 
     Raises:
         UsageError: FSDP version 1 is asked for, which cannot run on CPU ranks.
@@ -71,7 +71,7 @@ def engine_from_environment() -> Engine:
 
 
 def _start_gloo_state(*, deepspeed: bool) -> None:
-    """Create Accelerate's process state on gloo; under DeepSpeed this starts ``deepspeed.comm`` for ``zero.Init``."""
+    """Create Accelerate's process state on gloo; for DeepSpeed also the group that ``zero.Init`` reads."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -80,14 +80,13 @@ def _start_gloo_state(*, deepspeed: bool) -> None:
     launched = int(os.environ["WORLD_SIZE"])
     if state.num_processes != launched:
         raise ShardwrightError(
-            f"Accelerate reports {state.num_processes} processes where the launcher started WORLD_SIZE = {launched}: "
-            "every rank would train on the same samples; use an accelerate release that this version of "
-            "shardwright was tested with (1.15)"
+            f"Accelerate reports {state.num_processes} processes where the launcher started WORLD_SIZE = "
+            f"{launched}: ranks would train on the same samples; use accelerate 1.15, which was tested"
         )
 
 
 def _report_as_multi_accelerator() -> None:
-    """Let ``AcceleratorState`` enter its FSDP branch: it compares the type alone, and the device stays ``cpu``."""
+    """Let ``AcceleratorState`` enter its FSDP branch, which reads the type alone; the device stays CPU."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

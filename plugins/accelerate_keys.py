@@ -1,8 +1,8 @@
 """Reads what `accelerate launch --config_file` accepts, and what of it reaches the training process.
 
-Seen with accelerate 1.15.0: unknown top-level keys raise, keys of the nested mappings are copied onto the argument
-namespace unchecked (commands/launch.py, `_validate_launch_command`), and a top-level scalar is applied only where the
-command-line default is `None`.
+Seen with accelerate 1.15.0: unknown top-level keys raise, keys of the nested mappings are copied onto the
+argument namespace unchecked (commands/launch.py, `_validate_launch_command`), and a top-level scalar is
+applied only where the command-line default is `None`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NESTED_GROUPS = {
     "fp8_config": "FP8 Arguments",
     "mpirun_config": "MPI Arguments",
 }
-# Read from the namespace or the environment without an argument of their own (utils/launch.py, utils/dataclasses.py).
+# Read without an argument of their own (utils/launch.py, utils/dataclasses.py).
 _WITHOUT_ARGUMENT = {
     "fsdp_config": {"fsdp_ignored_modules": leaf("string")},
     "fp8_config": {"fp8_use_mxfp8_block_scaling": leaf("boolean")},
@@ -80,13 +80,18 @@ def _refined(nested: dict[str, dict[str, Node]]) -> None:
         fsdp[name] |= {"choices": list(choices), "ignore_case": True}
     fsdp["fsdp_reshard_after_forward"] = leaf("any")
     fsdp["fsdp_min_num_params"] |= {"min": 0}
+    for node in nested["megatron_lm_config"].values():
+        node["types"] = ["any" if kind == "text" else kind for kind in node["types"]]
+    for name in ("fp8_backend", "fp8_format", "fp8_amax_compute_algo"):
+        nested["fp8_config"][name]["ignore_case"] = True
+    nested["parallelism_config"]["parallelism_config_sp_seq_length_is_variable"] = leaf("flag")
     for name, node in nested["parallelism_config"].items():
         if name.endswith("_size"):
             node |= {"types": ["count"], "above": 0}
 
 
 def _scalars(config: Any, known: set[str]) -> dict[str, Node]:
-    """Top-level keys by the type of their dataclass field; the values with an enumeration get their choices."""
+    """Top-level keys by the type of their dataclass field, with the choices of enumerations."""
     from accelerate.utils import ComputeEnvironment, DistributedType
     from accelerate.utils.dataclasses import PrecisionType
 
@@ -98,9 +103,7 @@ def _scalars(config: Any, known: set[str]) -> dict[str, Node]:
         parts = [part for part in typing.get_args(hint) or (hint,) if part is not type(None)]
         kind = "list" if typing.get_origin(hint) is list else kinds.get(parts[0], "string")
         nodes[name] = (
-            leaf(kind, "null")
-            if name in config.__dataclass_fields__ and _optional(config, name)
-            else leaf(kind)
+            leaf(kind, "null") if name in config.__dataclass_fields__ and _optional(config, name) else leaf(kind)
         )
     nodes["compute_environment"] = leaf("string", choices=[item.value for item in ComputeEnvironment])
     nodes["distributed_type"] = leaf("string", choices=[item.value for item in DistributedType])
@@ -130,9 +133,7 @@ def accelerate_keys() -> Node:
 
     parser = launch_command_parser()
     defaults = vars(parser.parse_args(["--module", "training_script"]))
-    nested = {
-        name: _arguments(parser, title) for name, title in _NESTED_GROUPS.items() if name != "mpirun_config"
-    }
+    nested = {name: _arguments(parser, title) for name, title in _NESTED_GROUPS.items() if name != "mpirun_config"}
     nested["mpirun_config"] = {"mpirun_hostfile": leaf("string")}
     resources = _arguments(parser, "Resource Selection Arguments")
     nested["dynamo_config"] = {name: node for name, node in resources.items() if name.startswith("dynamo_")}

@@ -51,8 +51,13 @@ class Recording:
 
     def weight_shaped(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Storages shaped like a parameter: weight gradients and weight copies in another element type."""
-        known = {tuple(sorted(parameter.shape)) for parameter in parameters}
-        return {number for number, shape in enumerate(self.shapes) if tuple(sorted(shape)) in known}
+        known = {_sizes(parameter.shape) for parameter in parameters}
+        return {number for number, shape in enumerate(self.shapes) if _sizes(shape) in known}
+
+
+def _sizes(shape: Iterable[int]) -> tuple[int, ...]:
+    """Sizes in any order and without ones: weight gradients come transposed, bias gradients with ones in front."""
+    return tuple(sorted(size for size in shape if size != 1))
 
 
 class StorageMeter(TorchDispatchMode):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,15 +23,30 @@ CUDA_FLOAT32_FUNCTIONS = frozenset(
 
 
 class CudaFloat32Policy(TorchFunctionMode):
-    """Gives CPU autocast the float32 list of CUDA autocast, so that saved element types match a GPU run."""
+    """While autocast is on, gives CPU autocast the float32 list of CUDA autocast, so that saved element types match a GPU run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Casts half-precision inputs of listed functions to float32."""
         kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") in CUDA_FLOAT32_FUNCTIONS and kwargs.get("dtype") is None:
+        listed = getattr(func, "__name__", "") in CUDA_FLOAT32_FUNCTIONS
+        if listed and kwargs.get("dtype") is None and torch.is_autocast_enabled("cpu"):
             args = tuple(_widen(value) for value in args)
             kwargs = {name: _widen(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Turns on non-reentrant checkpointing, the default of `gradient_checkpointing_enable` in transformers 5.17.
+
+    The recomputation runs inside `loss.backward()`, where torch 2.13 has function modes switched off; the context
+    puts the CUDA policy back.
+    """
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={
+            "use_reentrant": False,
+            "context_fn": lambda: (nullcontext(), CudaFloat32Policy()),
+        }
+    )
 
 
 def _widen(value: Any) -> Any:
@@ -62,25 +77,24 @@ class Phases:
     """Copies of parameters in another element type that live when the output head starts."""
 
 
-@contextmanager
-def _precision(mode: Mode) -> Iterator[None]:
-    with ExitStack() as stack:
-        if mode == "bf16_autocast":
-            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            stack.enter_context(CudaFloat32Policy())
-        yield
-
-
 def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], mode: Mode) -> torch.Tensor:
     """Does what `Trainer.compute_loss` does: outputs die when it returns, only the loss survives."""
-    with _precision(mode):
+    with CudaFloat32Policy(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "bf16_autocast"):
         outputs = model(**inputs)
     if mode == "bf16_autocast":
         from accelerate.utils.operations import convert_to_fp32
 
         # Accelerate 1.15 wraps the forward in ConvertOutputsToFp32, which copies every half-precision output.
         outputs = convert_to_fp32(outputs)
-    loss = outputs["loss"]
+    return _loss_of(outputs)
+
+
+def _loss_of(outputs: Any) -> torch.Tensor:
+    """The model's loss, or the mean of its first output for a model without one."""
+    loss = outputs.get("loss")
+    if loss is None:
+        first = next(value for value in outputs.values() if isinstance(value, torch.Tensor))
+        loss = first.float().mean()
     assert isinstance(loss, torch.Tensor)
     return loss
 
@@ -115,7 +129,7 @@ def run_training_step(
         for hook in hooks:
             hook.remove()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return _cut(meter.recording, parameters, meter.numbers_of(gradients), len(layers))
+    return _cut(meter.recording, parameters, meter.numbers_of(gradients))
 
 
 def _place_marks(
@@ -134,6 +148,7 @@ def _place_marks(
             tensor = output if isinstance(output, torch.Tensor) else output[0]
             if in_forward[0]:
                 meter.mark(f"layer {number} end")
+            if in_forward[0] and tensor.requires_grad:
                 tensor.register_hook(lambda _: meter.mark(f"gradient {number}"))
 
         return hook
@@ -147,7 +162,7 @@ def _place_marks(
     return handles
 
 
-def _cut(recording: Recording, parameters: list[torch.Tensor], gradients: set[int], num_layers: int) -> Phases:
+def _cut(recording: Recording, parameters: list[torch.Tensor], gradients: set[int]) -> Phases:
     weight_like = recording.weight_shaped(parameters)
     spans: dict[str, list[int]] = {"": []}
     marks: dict[str, int] = {}
@@ -160,17 +175,18 @@ def _cut(recording: Recording, parameters: list[torch.Tensor], gradients: set[in
         else:
             spans[current].append(live)
     copies = dict(entry for entry in recording.replay(gradients) if entry[0])
-    last = num_layers - 1
-    head = "head" if "head" in marks else f"layer {last} end"
     names = list(spans)
-    first_gradient = names.index(f"gradient {last}")
+    last = next(name for name in reversed(names) if name.endswith(" end"))
+    start = last.removesuffix(" end")
+    head = "head" if "head" in marks else last
+    first_gradient = next(number for number, name in enumerate(names) if name.startswith("gradient"))
     return Phases(
         head_start=marks[head],
         kept=marks["kept"],
-        layer_forward=[live - marks[f"layer {last}"] for live in spans[f"layer {last}"]],
+        layer_forward=[live - marks[start] for live in spans[start]],
         loss_forward=spans[head],
         loss_backward=spans["kept"],
-        layer_backward=spans[f"gradient {last}"],
+        layer_backward=spans[names[first_gradient]],
         backward=[live for name in names[first_gradient:] for live in spans[name]],
         weight_copy_bytes=copies[head] - marks[head],
     )

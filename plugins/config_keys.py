@@ -1,8 +1,8 @@
-"""Reads every configuration key that the installed DeepSpeed and Accelerate accept, for the checker's data files.
+"""Reads every configuration key that the installed libraries accept, for the data files of the checker.
 
-Seen with deepspeed 0.19.8, accelerate 1.15.0, transformers 5.17.0. DeepSpeed validates some sections with pydantic
-and reads the others as plain dictionaries, where a misspelt key is ignored; Accelerate validates the top level of
-its YAML only. Sections without a schema upstream are described here from the constants and readers that use them.
+Seen with deepspeed 0.19.8 and transformers 5.17.0: DeepSpeed validates some sections with pydantic and reads
+the others as plain dictionaries, where a misspelt key is ignored. Sections without a schema upstream are
+described here from the constants and readers that use them.
 
 `python -m shardwright.plugins.config_keys --write` refreshes the shipped files.
 """
@@ -27,9 +27,18 @@ from .key_nodes import Node, booleans, from_dataclass, from_pydantic, from_value
 DATA_DIRECTORY = Path(__file__).resolve().parent.parent / "ds_configs" / "data"
 
 _TORCH_DTYPE_NAMES = [
-    "fp16", "float16", "half", "fp32", "float32", "float", "bf16", "bfloat16",
-    "torch.float16", "torch.float32", "torch.bfloat16",
-]  # fmt: skip
+    "fp16",
+    "float16",
+    "half",
+    "fp32",
+    "float32",
+    "float",
+    "bf16",
+    "bfloat16",
+    "torch.float16",
+    "torch.float32",
+    "torch.bfloat16",
+]
 _REMOVED_OPTIMIZERS = ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
 
 
@@ -39,7 +48,7 @@ def _parameters(*callables: Callable[..., Any]) -> list[str]:
 
 
 def _optimizers() -> Node:
-    """Keyword arguments of each optimizer that a `type` can name (deepspeed/runtime/engine.py, basic optimizer)."""
+    """Keyword arguments of each optimizer that a `type` can name (deepspeed/runtime/engine.py)."""
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -60,9 +69,7 @@ def _optimizers() -> Node:
         "lion": _parameters(FusedLion, DeepSpeedCPULion),
         "muon": sorted(muon),
     }
-    native = {
-        name: _parameters(item) for name, item in vars(optim).items() if _is_optimizer(item, optim.Optimizer)
-    }
+    native = {name: _parameters(item) for name, item in vars(optim).items() if _is_optimizer(item, optim.Optimizer)}
     return {
         "deepspeed": {name: named.get(name) for name in sorted(DEEPSPEED_OPTIMIZERS)},
         "torch": dict(sorted(native.items())),
@@ -79,9 +86,7 @@ def _filled_by_transformers() -> list[str]:
     from transformers.integrations import deepspeed as integration
 
     tree = ast.parse(textwrap.dedent(inspect.getsource(integration.HfTrainerDeepSpeedConfig)))
-    calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     return sorted(
         str(call.args[0].value)
         for call in calls
@@ -101,9 +106,7 @@ def _plain_sections() -> dict[str, Node]:
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
     def constants(module: Any, prefix: str, excluded: Iterable[str] = ()) -> dict[str, Any]:
-        names = [
-            name for name in vars(module) if name.startswith(prefix) and f"{name}_DEFAULT" in vars(module)
-        ]
+        names = [name for name in vars(module) if name.startswith(prefix) and f"{name}_DEFAULT" in vars(module)]
         found = {getattr(module, name): getattr(module, f"{name}_DEFAULT") for name in names}
         return {key: value for key, value in found.items() if key not in excluded}
 
@@ -119,37 +122,15 @@ def _plain_sections() -> dict[str, Node]:
         "activation_checkpointing": checkpointing,
         "aio": {**from_values(AIO_DEFAULT_DICT), **strict_integers},
         "autotuning": {**from_values(constants(tuning, "AUTOTUNING_")), "model_info": model_info},
-        "expert_parallel": from_dataclass(AutoEPConfig),
+        "expert_parallel": from_dataclass(AutoEPConfig) | {"load_balance_coeff": leaf("null")},
         "flops_profiler": from_values(constants(profiling, "FLOPS_PROFILER_")),
         "pipeline": pipeline,
     }
     return {name: section(keys, strict=False) for name, keys in plain.items()}
 
 
-def _documented_sections() -> dict[str, Node]:
-    """Plain sections whose readers are spread over DeepSpeed: runtime/config.py, model_checkpointing, data_pipeline."""
-    from deepspeed.runtime.model_checkpointing import constants as saving
-
-    writer = {
-        "type": leaf("string", choices=saving.CHECKPOINT_WRITER_TYPES, ignore_case=True),
-        "data_parallel": leaf(
-            "string", "null", choices=saving.CHECKPOINT_DATA_PARALLEL_UNITS, ignore_case=True
-        ),
-        "io_buffer_size": leaf("integer", above=0),
-        "io_multiplier": leaf("integer", above=0),
-        **booleans("decoupled", "io_buffer_double", "show_statistics"),
-    }
-    checkpoint = {
-        "tag_validation": leaf("string", choices=saving.CHECKPOINT_TAG_VALIDATION_MODES, ignore_case=True),
-        **booleans("load_universal", "use_node_local_storage", "checkpoint_serialization"),
-        "parallel_write": section(booleans("pipeline_stage"), strict=False),
-        "writer": section(writer, strict=False),
-    }
-    dtype = leaf("string", "null", choices=_TORCH_DTYPE_NAMES)
-    data_types: dict[str, Node] = dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), dtype)
-    data_types["keep_in_fp32_modules"] = leaf("list", auto=True)
-    autocast = {"enabled": leaf("boolean"), "dtype": dtype, "lower_precision_safe_modules": leaf("list")}
-    free = leaf("any")
+def _data_efficiency() -> dict[str, Node]:
+    """Keys of deepspeed/runtime/data_pipeline; metrics and layer schedules hold names of the user's own."""
     curriculum = {
         "enabled": leaf("boolean"),
         "data_cluster_path": leaf("string"),
@@ -164,16 +145,44 @@ def _documented_sections() -> dict[str, Node]:
         "dynamic_batching": section({**batching, **booleans("enabled", "verbose")}, strict=False),
     }
     routing = {"enabled": leaf("boolean"), "random_ltd": leaf("object")}
-    efficiency = {
+    return {
         "enabled": leaf("boolean"),
         "seed": leaf("integer"),
         "data_sampling": section(sampling, strict=False),
         "data_routing": section(routing, strict=False),
     }
+
+
+def _documented_sections() -> dict[str, Node]:
+    """Plain sections read all over DeepSpeed: runtime/config.py, model_checkpointing, data_pipeline."""
+    from deepspeed.runtime.model_checkpointing import constants as saving
+
+    writer = {
+        "type": leaf("string", choices=saving.CHECKPOINT_WRITER_TYPES, ignore_case=True),
+        "data_parallel": leaf("string", "null", choices=saving.CHECKPOINT_DATA_PARALLEL_UNITS, ignore_case=True),
+        "io_buffer_size": leaf("integer", above=0),
+        "io_multiplier": leaf("integer", above=0),
+        **booleans("decoupled", "io_buffer_double", "show_statistics"),
+    }
+    checkpoint = {
+        "tag_validation": leaf("string", choices=saving.CHECKPOINT_TAG_VALIDATION_MODES, ignore_case=True),
+        **booleans("load_universal", "use_node_local_storage", "checkpoint_serialization"),
+        "parallel_write": section(booleans("pipeline_stage"), strict=False),
+        "writer": section(writer, strict=False),
+    }
+    dtype = leaf("string", "null", choices=_TORCH_DTYPE_NAMES)
+    data_types: dict[str, Node] = dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), dtype)
+    data_types["keep_in_fp32_modules"] = leaf("list", auto=True)
+    autocast = {
+        "enabled": leaf("boolean"),
+        "dtype": leaf("string", choices=_TORCH_DTYPE_NAMES),
+        "lower_precision_safe_modules": leaf("list"),
+    }
+    free = leaf("any")
     optimizer = {"type": leaf("string"), "params": leaf("object"), "legacy_fusion": leaf("boolean")}
     return {
         "checkpoint": section(checkpoint, strict=False),
-        "data_efficiency": section(efficiency, strict=False),
+        "data_efficiency": section(_data_efficiency(), strict=False),
         "data_types": section(data_types, strict=False),
         "datastates_ckpt": free,
         "optimizer": section(optimizer, strict=False),
@@ -187,15 +196,21 @@ def _deepspeed_scalars() -> dict[str, Node]:
     batch = leaf("count", above=0)
     comm_dtype = leaf("string", "null", choices=["fp16", "bf16", "fp32"], ignore_case=True)
     flags = booleans(
-        "managed_gradient_accumulation", "prescale_gradients", "disable_allgather", "dump_state", "disable_python_gc",
-        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown", "memory_breakdown",
-        "dataloader_drop_last", "use_data_before_expert_parallelism",
-    )  # fmt: skip
+        "managed_gradient_accumulation",
+        "prescale_gradients",
+        "disable_allgather",
+        "dump_state",
+        "disable_python_gc",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dataloader_drop_last",
+        "use_data_before_expert_parallelism",
+    )
     return {
         **flags,
-        **dict.fromkeys(
-            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), batch
-        ),
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), batch),
         "steps_per_print": leaf("number", "null", above=0),
         "gradient_clipping": leaf("number", min=0),
         "gradient_predivide_factor": leaf("number", above=0),

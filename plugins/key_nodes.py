@@ -1,4 +1,4 @@
-"""Describes configuration keys as plain JSON nodes: a mapping has `keys`, a value has `types` and constraints."""
+"""Configuration keys as plain JSON nodes: a mapping has `keys`, a value has `types` and constraints."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ def booleans(*names: str) -> dict[str, Node]:
 
 
 def from_values(values: dict[str, Any]) -> dict[str, Node]:
-    """Describe plain-dictionary keys by the type of their default value; a default of `None` allows anything."""
+    """Describe plain-dictionary keys by the type of their default; `None` allows anything."""
     return {
-        name: leaf(
-            *(["any"] if value is None else ["boolean"] if isinstance(value, bool) else [_kind_of(value)])
-        )
+        name: leaf(*(["any"] if value is None else ["boolean"] if isinstance(value, bool) else [_kind_of(value)]))
         for name, value in values.items()
     }
 
@@ -63,9 +61,13 @@ def _from_annotation(annotation: Any) -> Node:
         merged: Node = {"types": sorted({kind for part in parts for kind in part["types"]})}
         if choices := [choice for part in parts for choice in part.get("choices", [])]:
             merged["choices"] = choices
+        if items := [part["items"] for part in parts if "items" in part]:
+            merged["items"] = items[0]
         return merged
     if origin is Literal:
         return leaf("string", choices=list(arguments))
+    if origin is list and arguments:
+        return leaf("list", items=_from_annotation(arguments[0]))
     if origin in (list, tuple) or annotation in (list, tuple):
         return leaf("list")
     if origin is dict or annotation is dict:
@@ -96,7 +98,7 @@ def from_pydantic(model: Any) -> Node:
             node["auto"] = True
         keys[name] = node
         if field.alias:
-            keys[field.alias] = node
+            keys[field.alias] = {**node, "alias_of": name}
     return section(keys, strict=True)
 
 

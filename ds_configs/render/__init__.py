@@ -1,1 +1,59 @@
-"""Turns a plan into the files that DeepSpeed, Accelerate and schedulers read."""
+"""Turns a plan into the files that DeepSpeed, Accelerate, the Trainer and schedulers read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from ..plan import Plan, headline
+from ..units import gigabytes
+from .accelerate import accelerate_config
+from .deepspeed import deepspeed_config
+from .launch import hostfile, launch_arguments, launch_script, slurm_script
+from .training_arguments import training_arguments
+
+
+def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
+    """Return the text of every file of a plan, by name; the same input gives the same bytes.
+
+    `directory` is where the files will lie: Accelerate resolves the path of the DeepSpeed file against the working
+    directory of the launch, so an absolute one lets the launch line run from anywhere.
+    """
+    header = "".join(f"# {line}\n" for line in header_lines(plan, directory))
+    texts = {
+        "accelerate.yaml": header + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
+        "launch.sh": launch_script(plan, header),
+        "plan.json": _json(plan.to_dict()),
+        "training_arguments.json": _json(training_arguments(plan)),
+    }
+    if plan.chosen.strategy.engine == "deepspeed":
+        described = {"_shardwright": header_lines(plan, directory), **deepspeed_config(plan)}
+        texts["ds_config.json"] = _json(described)
+    if plan.hardware.nodes > 1:
+        texts["hostfile"] = header + hostfile(plan)
+        texts["launch.sbatch"] = slurm_script(plan, header)
+    assert set(texts) == set(plan.file_names), "every named file is rendered"
+    return texts
+
+
+def header_lines(plan: Plan, directory: str) -> list[str]:
+    """Return what each file says of itself: purpose, command, assumptions."""
+    hardware, gpu = plan.hardware, plan.chosen.memory.gpu
+    lines = [
+        headline(plan),
+        plan.chosen.reason,
+        f"Run: {' '.join(launch_arguments(plan, directory=directory))}",
+        f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}, sequences of "
+        f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
+        f"accelerator.",
+    ]
+    if hardware.assumed:
+        values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
+        lines.append(f"Assumes a common server where you stated nothing: {values}.")
+    return lines
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,141 @@
+"""The layouts that the search tries, in the order of preference.
+
+No offload comes before offload, CPU before NVMe; then the least communication; then the simpler engine. The order
+does not depend on the accelerator's memory, so more memory never leads to a higher stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .buffers import default_zero_options
+from .communication import communication_seconds
+from .hardware import HardwareSpec
+from .job import TrainingJob
+from .model import ModelSpec
+from .model_states import rank_parameters
+from .strategy import OffloadDevice, Strategy
+
+_STAGES_OF_NAME = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3-hpz": 3}
+_OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
+    "none": ("none", "none"),
+    "cpu": ("cpu", "none"),
+    "cpu-all": ("cpu", "cpu"),
+    "nvme": ("nvme", "cpu"),
+    "nvme-all": ("nvme", "nvme"),
+}
+_AUTO_NAMES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-hybrid")
+
+
+def candidate_levels(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Strategy]:
+    """Return the layouts that the job allows, most preferred first, with one sequence per micro-batch.
+
+    A level is a layout without micro-batch and checkpointing, which the search then chooses.
+    """
+    explicit = job.strategy != "auto"
+    names = (job.strategy,) if explicit else _AUTO_NAMES
+    levels: list[Strategy] = []
+    for offload in _offload_names(job, hardware, explicit=explicit):
+        tier = [_build(name, offload, model, hardware, job) for name in names]
+        legal_shape = [strategy for strategy in tier if strategy is not None]
+        parameters = rank_parameters(model, job)
+        # Nine digits, so that equal volumes summed in another order stay a tie, which the simpler engine wins.
+        legal_shape.sort(key=lambda s: float(f"{communication_seconds(s, hardware, job, parameters):.9g}"))
+        levels += legal_shape
+    return levels
+
+
+def lean_variant(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> Strategy | None:
+    """Return the same layout with small DeepSpeed buffers, or `None` where there are none to shrink."""
+    if strategy.engine != "deepspeed" or not strategy.zero_stage:
+        return None
+    lean = default_zero_options(model, job, stage=strategy.zero_stage, lean=True)
+    kept = strategy.zero
+    return replace(
+        strategy,
+        zero=replace(
+            lean,
+            hpz_partition_size=kept.hpz_partition_size,
+            parameter_buffer_elements=kept.parameter_buffer_elements,
+        ),
+    )
+
+
+def _offload_names(job: TrainingJob, hardware: HardwareSpec, *, explicit: bool) -> tuple[str, ...]:
+    if job.offload == "nvme":
+        return ("nvme", "nvme-all")
+    if job.offload != "auto":
+        return (job.offload,)
+    automatic: tuple[str, ...] = ("none", "cpu", "cpu-all")
+    return (*automatic, "nvme", "nvme-all") if hardware.nvme_bytes_per_node else automatic
+
+
+def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Strategy | None:
+    optimizer_device, parameter_device = _OFFLOADS[offload]
+    world = hardware.world_size
+    offloads = offload != "none"
+    automatic = job.offload == "auto"
+    if name in ("single", "ddp"):
+        if (offloads and automatic) or (job.strategy == "auto" and (name == "single") != (world == 1)):
+            return None
+        return Strategy(
+            engine="single" if name == "single" else "ddp",
+            offload_optimizer=optimizer_device,
+            offload_param=parameter_device,
+            dp_replicate=world,
+        )
+    if name.startswith("fsdp2"):
+        return _build_fsdp2(name, offload, hardware, job)
+    return _build_zero(name, offload, model, hardware, job)
+
+
+def _build_fsdp2(name: str, offload: str, hardware: HardwareSpec, job: TrainingJob) -> Strategy | None:
+    world, automatic = hardware.world_size, job.strategy == "auto"
+    if automatic and (world == 1 or offload not in ("none", "cpu-all")):
+        return None
+    if job.offload == "auto" and offload not in ("none", "cpu-all"):
+        return None
+    hybrid = name == "fsdp2-hybrid"
+    if hybrid and automatic and hardware.nodes == 1:
+        return None
+    device: OffloadDevice = "none" if offload == "none" else _OFFLOADS[offload][0]
+    return Strategy(
+        engine="fsdp2",
+        offload_optimizer=device,
+        offload_param=device,
+        dp_replicate=hardware.nodes if hybrid else 1,
+        dp_shard=hardware.gpus_per_node if hybrid else world,
+    )
+
+
+def _build_zero(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Strategy | None:
+    stage = _STAGES_OF_NAME[name]
+    optimizer_device, parameter_device = _OFFLOADS[offload]
+    world, automatic = hardware.world_size, job.strategy == "auto"
+    if automatic and world == 1 and (offload == "none" or stage == 1):
+        return None
+    if job.offload == "auto" and not _offload_applies(stage, offload):
+        return None
+    zero = default_zero_options(model, job, stage=stage)
+    if name == "zero3-hpz":
+        if automatic and (hardware.nodes == 1 or offload != "none"):
+            return None
+        zero = replace(zero, hpz_partition_size=hardware.gpus_per_node)
+    if parameter_device == "nvme":
+        # A swap buffer must hold the largest shard (partitioned_param_swapper.py:357).
+        zero = replace(zero, parameter_buffer_elements=-(-model.largest_parameter // world))
+    return Strategy(
+        engine="deepspeed",
+        zero_stage=stage,
+        offload_optimizer=optimizer_device,
+        offload_param=parameter_device,
+        dp_replicate=world if stage == 0 else 1,
+        dp_shard=1 if stage == 0 else world,
+        zero=zero,
+    )
+
+
+def _offload_applies(stage: int, offload: str) -> bool:
+    """Stage 1 keeps full gradients, so offload starts at stage 2; parameters and NVMe need stage 3."""
+    smallest_stage = {"none": 0, "cpu": 2}.get(offload, 3)
+    return stage >= smallest_stage

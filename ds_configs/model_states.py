@@ -1,0 +1,214 @@
+"""Bytes of weights, gradients and optimizer states on one rank, for every engine and stage.
+
+The DeepSpeed rows were measured on DeepSpeed 0.19.8 at 2 and 4 ranks and follow
+`runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py` and `runtime/fp16/*.py`.
+With T trainable elements, N sharding ranks and 8-byte Adam states they read, in bytes of T:
+
+| case | at rest | during backward | in the step |
+|---|---|---|---|
+| DDP, autocast | 16 (+4 reduction buckets) | 20 | 20 |
+| stage 0, 16 bit | 14 | 16 | 20 |
+| stage 1, 16 bit | 2 + 12/N | 4 + 12/N | 2 + 20/N |
+| stage 2, 16 bit | 2 + 12/N | 2 + 14/N | 2 + 20/N |
+| stage 3, 16 bit | 16/N | 16/N | 20/N |
+| stages 1 and 2, fp32 | 4 + 12/N | 8 + 12/N and 4 + 16/N | 4 + 16/N |
+| stage 3, fp32 | 20/N | 20/N | 24/N |
+| FSDP2 | 12/N | 16/N | 16/N |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .job import OPTIMIZERS, TrainingJob
+from .model import ModelSpec, lora_parameter_count
+from .strategy import Strategy
+
+Phase = Literal["init", "loss", "backward", "step"]
+Terms = dict[str, int]
+
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a 4-bit weight: half a byte, one byte of scale for each 64, one fp32 for each 256 scales
+(bitsandbytes NF4 with double quantization, QLoRA section 3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankParameters:
+    """Elements that one rank trains and keeps frozen before sharding."""
+
+    trainable: int
+    """Elements with gradients and optimizer states."""
+    frozen: int
+    """Elements without."""
+    frozen_bytes: int
+    """Bytes of the frozen elements as stored."""
+    largest_trainable: int
+    """Elements of the largest single trainable tensor."""
+    trainable_outside_layers: int
+    """Trainable elements of embeddings, final norm and head, whose gradients come first and last."""
+
+
+def rank_parameters(model: ModelSpec, job: TrainingJob) -> RankParameters:
+    """Return what a rank trains and what it keeps frozen under the job's method."""
+    total = model.parameter_count
+    if job.method == "full":
+        return RankParameters(
+            trainable=total,
+            frozen=0,
+            frozen_bytes=0,
+            largest_trainable=model.largest_parameter,
+            trainable_outside_layers=model.parameters_outside_layers,
+        )
+    adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
+    frozen_bytes = total * job.compute_bytes
+    if job.method == "qlora":
+        quantized = model.linear_parameters(include_head=False)
+        frozen_bytes = round(quantized * NF4_BYTES) + (total - quantized) * job.compute_bytes
+    widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
+    return RankParameters(
+        trainable=adapters,
+        frozen=total,
+        frozen_bytes=frozen_bytes,
+        largest_trainable=job.lora_rank * widest,
+        trainable_outside_layers=0,
+    )
+
+
+def optimizer_state_bytes(model: ModelSpec, job: TrainingJob, trainable: int) -> int:
+    """Return the bytes of optimizer states for all trainable elements, before sharding."""
+    optimizer = OPTIMIZERS[job.optimizer]
+    if not optimizer.factored:
+        return round(optimizer.state_bytes_per_parameter * trainable)
+    rows_and_columns = sum(
+        4 * p.count * (p.numel // p.shape[-1] + p.numel // p.shape[-2] if len(p.shape) > 1 else p.numel)
+        for p in model.parameters
+    )
+    return rows_and_columns if job.method == "full" else 4 * trainable
+
+
+def model_state_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+) -> dict[Phase, Terms]:
+    """Return the named bytes of model states on one accelerator in each phase."""
+    states = optimizer_state_bytes(model, job, parameters.trainable)
+    if strategy.engine in ("single", "ddp"):
+        return _replicated(strategy, job, parameters, states)
+    if strategy.engine == "fsdp2":
+        return _fsdp2(strategy, job, parameters, states)
+    if strategy.zero_stage == 0:
+        return _stage0(job, parameters, states)
+    if strategy.zero_stage == 3:
+        return _stage3(strategy, job, parameters, states)
+    return _stage1_and_2(strategy, job, parameters, states)
+
+
+def _phases(rest: Mapping[str, int], **extra: Mapping[str, int]) -> dict[Phase, Terms]:
+    """Add the terms of each phase to those that always live; `loss` takes what accumulation keeps."""
+    phases: dict[Phase, Terms] = {}
+    names: tuple[Phase, ...] = ("init", "loss", "backward", "step")
+    for phase in names:
+        terms = dict(rest)
+        for name, count in extra.get(phase, {}).items():
+            terms[name] = terms.get(name, 0) + count
+        phases[phase] = terms
+    return phases
+
+
+def _replicated(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+    """fp32 weights under autocast; DDP keeps gradients and, apart from them, its reduction buckets.
+
+    `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py), so both exist.
+    """
+    trainable = parameters.trainable
+    gradients = {"gradients": 4 * trainable}
+    rest = {"weights": 4 * trainable + parameters.frozen_bytes, "optimizer_states": states}
+    if strategy.engine == "ddp":
+        rest["gradient_buckets"] = 4 * trainable
+    step = gradients | {"optimizer_transient": _foreach_transient(job, trainable)}
+    return _phases(rest, loss=_if_accumulating(strategy, gradients), backward=gradients, step=step)
+
+
+def _stage0(job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+    trainable, width = parameters.trainable, job.compute_bytes
+    rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
+    gradients = {"gradients": width * trainable}
+    step = gradients | {"optimizer_transient": _foreach_transient(job, trainable)}
+    if width == 2:
+        rest["master_weights"] = 4 * trainable
+        step["fp32_gradients"] = 4 * trainable
+    return _phases(rest, loss=gradients, backward=gradients, step=step)
+
+
+def _stage1_and_2(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+    trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
+    shard = -(-trainable // ranks)
+    fp32_accumulation = strategy.zero.gradient_accumulation_fp32 and width == 2
+    rest = {"weights": width * trainable + parameters.frozen_bytes}
+    full = {"gradients": width * trainable}
+    if strategy.offload_optimizer != "none":
+        backward = full if strategy.zero_stage == 1 else {"offload_staging": 2 * width * parameters.largest_trainable}
+        if fp32_accumulation:
+            rest["gradients"] = 4 * shard
+        loss = full if strategy.zero_stage == 1 else {}
+        return _phases(rest, loss=_if_accumulating(strategy, loss), backward=backward, step=backward)
+    rest |= {"master_weights": 4 * shard, "optimizer_states": -(-states // ranks)}
+    transient = _foreach_transient(job, shard)
+    if fp32_accumulation and strategy.zero_stage == 1:
+        rest["gradients"] = 4 * trainable
+        return _phases(rest, backward=full, step={"optimizer_transient": transient})
+    partition = {"gradients": (4 if fp32_accumulation else width) * shard}
+    backward = full if strategy.zero_stage == 1 else partition
+    step = {"gradients": 4 * shard, "optimizer_transient": transient}
+    if width == 2 and not fp32_accumulation:
+        # The averaged 16-bit gradients and their flat copy still live while the fp32 copy is made.
+        step["optimizer_transient"] = max(transient, 4 * shard)
+    return _phases(rest, loss=_if_accumulating(strategy, backward), backward=backward, step=step)
+
+
+def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+    trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
+    shard = -(-trainable // ranks)
+    weights = width * shard + -(-parameters.frozen_bytes // ranks)
+    rest = {} if strategy.offload_param != "none" else {"weights": weights}
+    if strategy.zero.hpz_partition_size > 1:
+        secondary = (width * trainable + parameters.frozen_bytes) // strategy.zero.hpz_partition_size
+        rest["secondary_weights"] = secondary
+    init = {"weights": parameters.frozen_bytes} if job.method == "qlora" else {}
+    if strategy.offload_optimizer != "none":
+        return _phases(rest, init=init)
+    sub_group = min(shard, strategy.zero.sub_group_size)
+    accumulation = 4 if strategy.zero.gradient_accumulation_fp32 else width
+    rest |= {
+        "master_weights": 4 * shard,
+        "gradients": accumulation * shard,
+        "optimizer_states": -(-states // ranks),
+    }
+    step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": _foreach_transient(job, sub_group)}
+    return _phases(rest, init=init, step=step)
+
+
+def _fsdp2(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+    """fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813)."""
+    ranks = strategy.shard_size
+    shard = -(-parameters.trainable // ranks)
+    init = {"weights": parameters.frozen_bytes} if job.method == "qlora" else {}
+    if strategy.offload_param != "none":
+        return _phases({}, init=init)
+    rest = {
+        "weights": 4 * shard + -(-parameters.frozen_bytes // ranks),
+        "optimizer_states": -(-states // ranks),
+    }
+    gradients = {"gradients": 4 * shard}
+    step = gradients | {"optimizer_transient": _foreach_transient(job, shard)}
+    return _phases(rest, init=init, loss=_if_accumulating(strategy, gradients), backward=gradients, step=step)
+
+
+def _if_accumulating(strategy: Strategy, gradients: Mapping[str, int]) -> Mapping[str, int]:
+    """Gradients live through the next forward pass only when more than one micro-batch accumulates."""
+    return gradients if strategy.gradient_accumulation_steps > 1 else {}
+
+
+def _foreach_transient(job: TrainingJob, elements: int) -> int:
+    return 4 * elements if OPTIMIZERS[job.optimizer].step_transient == "foreach" else 0

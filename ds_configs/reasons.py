@@ -1,0 +1,114 @@
+"""One sentence for each choice and each rejection, with the numbers that decided."""
+
+from __future__ import annotations
+
+from .communication import communication_seconds
+from .hardware import HardwareSpec
+from .job import TrainingJob
+from .memory import MemoryEstimate
+from .model import ModelSpec
+from .model_states import Terms, rank_parameters
+from .strategy import Strategy
+from .units import gigabytes
+
+_NAMES = {
+    "single": "One process",
+    "ddp": "DDP",
+    "zero0": "ZeRO-0",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "zero3-hpz": "ZeRO-3 with hpZ",
+    "fsdp2": "FSDP2",
+    "fsdp2-hybrid": "Hybrid FSDP2",
+}
+
+
+def display_name(strategy: Strategy) -> str:
+    """Return the layout's name for people, such as `ZeRO-2 + CPU offload of optimizer`."""
+    base, _, offload = strategy.label.partition("+")
+    name = _NAMES[base]
+    if not offload:
+        return name
+    device, _, what = offload.partition("-")
+    return f"{name} + {device.upper() if device == 'cpu' else 'NVMe'} {what}"
+
+
+def largest_terms(terms: Terms, *, count: int = 4) -> str:
+    """Return the largest named terms in GB, such as `optimizer states 12.0, activations 8.1`."""
+    ranked = sorted(terms.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{name.replace('_', ' ')} {gigabytes(value)}" for name, value in ranked)
+
+
+def chosen_reason(
+    strategy: Strategy,
+    memory: MemoryEstimate,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    *,
+    skipped: int,
+) -> str:
+    """Return why this layout was taken."""
+    gpu = memory.gpu
+    asked = "the strategy you asked for" if job.strategy != "auto" else _preference(strategy, skipped)
+    checkpointing = "with" if strategy.gradient_checkpointing else "without"
+    return (
+        f"{display_name(strategy)} is {asked}: it needs {gigabytes(gpu.peak_bytes)} GB "
+        f"({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of {gigabytes(gpu.capacity_bytes)} GB, at most "
+        f"in the {gpu.phase} phase: {largest_terms(gpu.terms)}; micro-batch {strategy.micro_batch_size} {checkpointing} "
+        "gradient checkpointing."
+    )
+
+
+def _preference(strategy: Strategy, skipped: int) -> str:
+    if strategy.engine == "single":
+        return "enough for one accelerator"
+    how = "least" if skipped == 0 else "less than every other layout that fits"
+    if strategy.offload_optimizer != "none":
+        return "the first layout that fits; without offload none does"
+    return f"the layout that communicates {how}" if skipped else "the simplest layout, and none communicates less"
+
+
+def rejected_reason(
+    strategy: Strategy,
+    memory: MemoryEstimate,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    *,
+    chosen: Strategy | None,
+) -> str:
+    """Return why this layout was not taken: what it lacks, or what it costs more than the chosen one."""
+    name, gpu, host = display_name(strategy), memory.gpu, memory.host
+    if not gpu.fits:
+        return (
+            f"{name} needs up to {gigabytes(gpu.high_bytes)} GB of {gigabytes(gpu.capacity_bytes)} GB: "
+            f"{largest_terms(gpu.terms)}."
+        )
+    if host.peak_bytes_per_node > host.capacity_bytes_per_node:
+        return (
+            f"{name} needs {gigabytes(host.peak_bytes_per_node)} GB of {gigabytes(host.capacity_bytes_per_node)} GB "
+            f"host memory on each node: {largest_terms(host.terms)}."
+        )
+    if host.nvme_bytes_per_node > memory.nvme_capacity_bytes_per_node:
+        return (
+            f"{name} needs {gigabytes(host.nvme_bytes_per_node)} GB of "
+            f"{gigabytes(memory.nvme_capacity_bytes_per_node)} GB NVMe on each node."
+        )
+    assert chosen is not None, "a layout that fits is only rejected for a better one"
+    return f"{name} fits with {gigabytes(gpu.high_bytes)} GB, but {_cost(strategy, chosen, model, hardware, job)}."
+
+
+def _cost(strategy: Strategy, chosen: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> str:
+    if strategy.offload_optimizer != "none" and chosen.offload_optimizer == "none":
+        return "moves states over PCIe, which the chosen layout does not need"
+    if strategy.offload_optimizer != chosen.offload_optimizer or strategy.offload_param != chosen.offload_param:
+        return "moves more states off the accelerator than the chosen layout"
+    parameters = rank_parameters(model, job)
+    mine = communication_seconds(strategy, hardware, job, parameters)
+    other = communication_seconds(chosen, hardware, job, parameters)
+    if mine > other * 1.001:
+        factor = f"{mine / other:.2f} times" if other else "more than"
+        return f"communicates {factor} what the chosen layout does"
+    return "communicates as much as the simpler chosen layout"

@@ -1,0 +1,88 @@
+"""The DeepSpeed JSON of a strategy.
+
+Values that `TrainingArguments` owns are `"auto"`, so that one place decides them. `gradient_accumulation_steps` and
+`gradient_clipping` are always present: without them Accelerate writes 1 and DeepSpeed clips at 1.0 whatever the
+Trainer says (accelerate/utils/dataclasses.py:1274, deepspeed/runtime/constants.py:203).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan import Plan
+from ..strategy import Strategy, ZeroOptions
+
+
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of a plan; integers stay integers, and no key is without effect."""
+    strategy, job = plan.chosen.strategy, plan.job
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": _zero_section(strategy, plan),
+    }
+    if job.precision == "fp16":
+        config["fp16"] = {"enabled": "auto"}
+        del config["bf16"]
+    if strategy.zero.gradient_accumulation_fp32:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+        config["aio"] = {"block_size": 1048576, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+    return config
+
+
+def _zero_section(strategy: Strategy, plan: Plan) -> dict[str, Any]:
+    zero = strategy.zero
+    section: dict[str, Any] = {"stage": strategy.zero_stage}
+    if strategy.zero_stage == 0:
+        return section
+    section |= {
+        "overlap_comm": zero.overlap_comm,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+    }
+    if strategy.zero_stage == 3:
+        section |= _stage3_keys(zero)
+    if strategy.offload_optimizer != "none":
+        section["offload_optimizer"] = _offload_optimizer(strategy, plan)
+    if strategy.offload_param != "none":
+        section["offload_param"] = _offload_param(strategy, plan)
+    return section
+
+
+def _stage3_keys(zero: ZeroOptions) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
+        "stage3_param_persistence_threshold": zero.stage3_param_persistence_threshold,
+        "stage3_max_live_parameters": zero.stage3_max_live_parameters,
+        "stage3_max_reuse_distance": zero.stage3_max_reuse_distance,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "sub_group_size": zero.sub_group_size,
+    }
+    if zero.hpz_partition_size > 1:
+        keys["zero_hpz_partition_size"] = zero.hpz_partition_size
+    if zero.quantized_weights:
+        keys["zero_quantized_weights"] = True
+    if zero.quantized_gradients:
+        keys["zero_quantized_gradients"] = True
+    return keys
+
+
+def _offload_optimizer(strategy: Strategy, plan: Plan) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": strategy.offload_optimizer, "pin_memory": True}
+    if strategy.offload_optimizer == "nvme":
+        section["nvme_path"] = plan.hardware.nvme_path
+        section["buffer_count"] = strategy.zero.optimizer_buffer_count
+    return section
+
+
+def _offload_param(strategy: Strategy, plan: Plan) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": strategy.offload_param, "pin_memory": True}
+    if strategy.offload_param == "nvme":
+        section["nvme_path"] = plan.hardware.nvme_path
+        section["buffer_count"] = strategy.zero.parameter_buffer_count
+        section["buffer_size"] = strategy.zero.parameter_buffer_elements
+    return section

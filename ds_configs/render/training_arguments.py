@@ -1,0 +1,28 @@
+"""The `TrainingArguments` that a plan implies, as keyword arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan import Plan
+
+
+def training_arguments(plan: Plan) -> dict[str, Any]:
+    """Return the keys of `TrainingArguments` that the plan decides; everything else stays the user's.
+
+    With FSDP2 and accumulation the Trainer would leave gradients unsharded between micro-batches
+    (`Accelerator.no_sync`, accelerate/accelerator.py:1167); `sync_each_batch` keeps them sharded, as planned.
+    """
+    strategy, job = plan.chosen.strategy, plan.job
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "gradient_checkpointing": strategy.gradient_checkpointing,
+        "bf16": job.precision == "bf16",
+        "fp16": job.precision == "fp16",
+        "optim": job.optimizer,
+        "max_grad_norm": 1.0,
+    }
+    if strategy.engine == "fsdp2" and strategy.gradient_accumulation_steps > 1:
+        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return arguments

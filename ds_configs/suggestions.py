@@ -1,0 +1,153 @@
+"""The cheapest changes that would make a job fit, each with the memory it would then need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .errors import ShardwrightError
+from .hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
+from .job import TrainingJob
+from .memory import ActivationSource
+from .model import ModelSpec
+from .search import search
+from .units import gigabytes
+
+_MOST = 3
+_LARGEST_WORLD = 4096
+_SHORTEST_SEQUENCE = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """One change with its result."""
+
+    change: str
+    """What to do, as the flag to write."""
+    strategy: str
+    """The layout that would then be chosen."""
+    high_bytes: int
+    """Upper end of its memory on one accelerator."""
+    capacity_bytes: int
+    """Memory of one accelerator."""
+
+    def __str__(self) -> str:
+        used = f"{gigabytes(self.high_bytes)} of {gigabytes(self.capacity_bytes)} GB"
+        return f"{self.change} ({self.strategy}, up to {used})"
+
+
+def cheapest_changes(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    *,
+    activations: ActivationSource | None = None,
+) -> tuple[Suggestion, ...]:
+    """Return up to three changes that would fit: free settings first, then the method, then hardware.
+
+    At most one change of a kind is returned. `activations` belongs to the job's sequence length, so with it no
+    change of the sequence is tried.
+    """
+    found: list[Suggestion] = []
+    for kind in _kinds(model, hardware, job, traced=activations is not None):
+        for change, changed_hardware, changed_job in kind:
+            try:
+                outcome = search(model, changed_hardware, changed_job, activations=activations)
+            except ShardwrightError:
+                continue
+            if outcome.chosen is not None:
+                gpu = outcome.chosen.memory.gpu
+                found.append(
+                    Suggestion(
+                        change=change,
+                        strategy=outcome.chosen.strategy.label,
+                        high_bytes=gpu.high_bytes,
+                        capacity_bytes=gpu.capacity_bytes,
+                    )
+                )
+                break
+        if len(found) == _MOST:
+            break
+    return tuple(found)
+
+
+Change = tuple[str, HardwareSpec, TrainingJob]
+
+
+def _kinds(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterator[Iterator[Change]]:
+    yield _freed_settings(hardware, job)
+    yield _chunked_loss(hardware, job)
+    if not traced:
+        yield _shorter_sequences(hardware, job)
+    yield _smaller_states(hardware, job)
+    yield _adapters(hardware, job)
+    yield _more_accelerators(hardware, job)
+    yield _larger_accelerators(hardware, job)
+    yield _more_host_memory(hardware, job)
+
+
+def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    free = {"gradient_checkpointing": "auto", "micro_batch_size": None, "offload": "auto", "strategy": "auto"}
+    changed = {field: value for field, value in free.items() if getattr(job, field) != value}
+    flags = {
+        "gradient_checkpointing": "--gradient-checkpointing auto",
+        "micro_batch_size": "--micro-batch-size auto",
+        "offload": "--offload auto",
+        "strategy": "--strategy auto",
+    }
+    for field, value in changed.items():
+        yield flags[field], hardware, replace(job, **{field: value})
+    if len(changed) > 1:
+        yield " ".join(flags[field] for field in changed), hardware, replace(job, **changed)
+
+
+def _chunked_loss(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    if job.loss != "chunked":
+        yield "--loss chunked", hardware, replace(job, loss="chunked")
+
+
+def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    length = job.seq_len_tokens // 2
+    while length >= _SHORTEST_SEQUENCE:
+        yield f"--seq-len {length}", hardware, replace(job, seq_len_tokens=length)
+        length //= 2
+
+
+def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    if job.method == "full" and job.optimizer in ("adamw_torch_fused", "adamw_torch"):
+        yield "--optimizer adamw_8bit", hardware, replace(job, optimizer="adamw_8bit")
+
+
+def _adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    if job.method == "full":
+        yield f"--method lora --lora-rank {job.lora_rank}", hardware, replace(job, method="lora")
+    if job.method != "qlora":
+        yield f"--method qlora --lora-rank {job.lora_rank}", hardware, replace(job, method="qlora")
+
+
+def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    nodes, gpus = hardware.nodes, hardware.gpus_per_node
+    while nodes * gpus < _LARGEST_WORLD:
+        if gpus < 8:
+            gpus = min(8, 2 * gpus)
+        else:
+            nodes *= 2
+        larger = with_gpus(hardware, nodes=nodes, gpus_per_node=gpus)
+        batch = job.global_batch_size
+        if batch is None or batch % larger.world_size == 0:
+            yield f"--hardware {larger.name}", larger, job
+
+
+def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    larger = [name for name, entry in gpu_catalog().items() if entry["usable_gib"] * 2**30 > hardware.gpu_bytes * 1.02]
+    prefix = f"{hardware.nodes}x" if hardware.nodes > 1 else ""
+    for name in sorted(larger, key=lambda gpu: float(gpu_catalog()[gpu]["usable_gib"])):
+        candidate = parse_hardware(f"{prefix}{hardware.gpus_per_node}x{name}")
+        yield f"--hardware {candidate.name}", candidate, job
+
+
+def _more_host_memory(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    size = hardware.host_bytes_per_node
+    for _ in range(4):
+        size *= 2
+        yield f"--host-memory {size // 2**30}GiB", replace(hardware, host_bytes_per_node=size), job

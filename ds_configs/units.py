@@ -1,0 +1,65 @@
+"""Sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import Fault, UsageError
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "pb": 10**15,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "pib": 2**50,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_LARGEST_BYTES = 10**18
+
+
+def parse_bytes(text: str, *, where: str = "size") -> int:
+    """Return the bytes that `text` states; `80GB` is 80·10⁹ and `80GiB` is 80·2³⁰.
+
+    Raises:
+        UsageError: it is not a number with one of the units B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB.
+
+    >>> parse_bytes("1.5GiB")
+    1610612736
+    """
+    match = _SIZE.fullmatch(text.strip())
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(Fault(where=where, value=text, rule="must be a size such as 80GB or 80GiB"))
+    value = round(float(match[1]) * factor)
+    if value > _LARGEST_BYTES:
+        raise UsageError(Fault(where=where, value=text, rule="is beyond 1 EB"))
+    return value
+
+
+def gigabytes(count: float) -> str:
+    """Return `count` bytes in GB (10⁹) with one decimal, or three significant digits below 1 GB.
+
+    >>> gigabytes(96_234_000_000)
+    '96.2'
+    """
+    value = count / 10**9
+    return f"{value:.1f}" if value >= 1 else f"{value:.3g}"
+
+
+def human_count(count: int) -> str:
+    """Return a parameter count as people say it.
+
+    >>> human_count(8_030_261_248)
+    '8.03 B'
+    """
+    for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return str(count)

@@ -1,0 +1,117 @@
+"""The training runs whose losses must agree: every engine, with and without offload, in fp32 and bf16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+STEPS = 5
+SEQ_LEN = 64
+RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run."""
+
+    engine: str
+    zero_stage: int = 0
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    bf16: bool = False
+    accumulation: int = 1
+    optimizer: str = "adamw_torch"
+    zero_gradient_step: bool = False
+    """Step once on zero gradients before training, as ZeRO-0 in 16 bit does."""
+
+    @property
+    def name(self) -> str:
+        engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
+        offload = "-offload" * self.offload_optimizer + "-param" * self.offload_param
+        extra = "-sgd" * (self.optimizer == "sgd") + "-zero-step" * self.zero_gradient_step
+        return f"{engine}{offload}{extra}-{'bf16' if self.bf16 else 'fp32'}-x{self.accumulation}"
+
+    def training_arguments(self) -> dict[str, Any]:
+        """Return the content of the --training-arguments file."""
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "bf16": self.bf16,
+            "optim": self.optimizer,
+            "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.7,
+            "max_steps": STEPS,
+            "seed": 11,
+            "disable_tqdm": True,
+        }
+        if self.engine == "deepspeed":
+            arguments["deepspeed"] = deepspeed_configuration(
+                self.zero_stage, offload_optimizer=self.offload_optimizer, offload_param=self.offload_param
+            )
+        if self.engine == "fsdp2":
+            arguments |= {
+                "fsdp": True,
+                "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            }
+        return arguments
+
+
+def deepspeed_configuration(
+    zero_stage: int, *, offload_optimizer: bool = False, offload_param: bool = False
+) -> dict[str, Any]:
+    """Return a configuration that leaves to ``TrainingArguments`` what both know.
+
+    Without ``gradient_clipping`` DeepSpeed 0.19.8 clips at 1.0 whatever ``max_grad_norm`` says, and Accelerate
+    1.15.0 writes ``gradient_accumulation_steps: 1`` where the key is missing.
+    """
+    zero: dict[str, Any] = {"stage": zero_stage, "reduce_bucket_size": 1_000_000}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload_param:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": zero,
+    }
+
+
+ENGINES: list[dict[str, Any]] = [
+    {"engine": "fsdp2"},
+    {"engine": "deepspeed", "zero_stage": 0},
+    {"engine": "deepspeed", "zero_stage": 1},
+    {"engine": "deepspeed", "zero_stage": 2},
+    {"engine": "deepspeed", "zero_stage": 3},
+    {"engine": "deepspeed", "zero_stage": 1, "offload_optimizer": True},
+    {"engine": "deepspeed", "zero_stage": 2, "offload_optimizer": True},
+    {"engine": "deepspeed", "zero_stage": 3, "offload_optimizer": True},
+    {"engine": "deepspeed", "zero_stage": 3, "offload_optimizer": True, "offload_param": True},
+]
+RESIDENT_ENGINES = [engine for engine in ENGINES if not engine.get("offload_optimizer")]
+
+FP32_CASES = [Case(**engine, accumulation=accumulation) for accumulation in (1, 2) for engine in ENGINES]
+# Adam hides a wrong gradient scale and a wrong clipping norm, plain SGD shows both.
+FP32_CASES += [Case(**engine, accumulation=2, optimizer="sgd") for engine in RESIDENT_ENGINES]
+BF16_CASES = [Case(**engine, bf16=True, accumulation=2) for engine in ENGINES]
+BF16_CASES += [Case(**engine, bf16=True) for engine in RESIDENT_ENGINES]
+
+
+def reference_of(case: Case) -> Case:
+    """Return the plain DDP run that `case` is compared with."""
+    return Case(
+        engine="ddp",
+        bf16=case.bf16,
+        accumulation=case.accumulation,
+        optimizer=case.optimizer,
+        zero_gradient_step=case.bf16 and case.engine == "deepspeed" and case.zero_stage == 0,
+    )
+
+
+def all_cases() -> list[Case]:
+    """Return every run of one launch, references included."""
+    cases = [*FP32_CASES, *BF16_CASES]
+    return list(dict.fromkeys([*(reference_of(case) for case in cases), *cases]))

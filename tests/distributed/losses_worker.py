@@ -1,0 +1,67 @@
+"""Runs on every rank: trains all cases one after the other in one process group, through the entry point."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from cases import SEQ_LEN, all_cases
+from shardwright.trainers.train_causal_lm import main
+
+
+def forget_last_run() -> None:
+    """Bring the singletons of Accelerate and Transformers back to a fresh process; the process group stays."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        os.environ.pop(name, None)
+    gc.collect()
+
+
+@contextmanager
+def zero_gradient_step() -> Iterator[None]:
+    """Let the Trainer's optimizer step once on zero gradients as soon as it exists."""
+    from transformers import Trainer
+
+    create = Trainer.create_optimizer
+
+    def create_and_step(trainer: Any, model: Any = None) -> Any:
+        optimizer = create(trainer, model)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.new_zeros(parameter.shape)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    with patch.object(Trainer, "create_optimizer", create_and_step):
+        yield
+
+
+def train_all(model_directory: Path, output: Path) -> None:
+    for case in all_cases():
+        settings = output / f"{case.name}-rank{os.environ['RANK']}.arguments.json"
+        settings.write_text(json.dumps(case.training_arguments()))
+        arguments = [
+            *("--model", str(model_directory), "--training-arguments", str(settings)),
+            *("--text", __file__, "--seq-len", str(SEQ_LEN), "--output-dir", str(output / case.name), "--no-save"),
+            *("--losses-json", str(output / f"{case.name}.json")),
+        ]
+        with zero_gradient_step() if case.zero_gradient_step else nullcontext():
+            assert main(arguments) == 0, case.name
+        forget_last_run()
+
+
+if __name__ == "__main__":
+    train_all(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,77 @@
+"""What Accelerate reports on two CPU ranks, without the adapter (upstream's behaviour) and with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import RANKS
+from launching import torchrun
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def output(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("state")
+    worker = Path(__file__).with_name("state_worker.py")
+    torchrun([str(worker), str(tiny_llama), str(directory)], ranks=RANKS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def facts(output: Path) -> list[dict[str, Any]]:
+    return [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_upstream_still_needs_the_deepspeed_recipe(facts: list[dict[str, Any]]) -> None:
+    """Fails when Accelerate counts CPU ranks under DeepSpeed by itself (1.15.0 does not)."""
+    for rank in facts:
+        assert rank["without"]["process_group_size"] == RANKS
+        assert rank["without"]["deepspeed_world_size"] == 1
+
+
+def test_upstream_still_trains_ddp_when_asked_for_fsdp2(facts: list[dict[str, Any]]) -> None:
+    """Fails when Accelerate shards on CPU ranks by itself (1.15.0 does not)."""
+    for rank in facts:
+        assert not rank["without"]["fsdp2"]["is_fsdp2"]
+        assert rank["without"]["fsdp2"]["wrapper"] == "DistributedDataParallel"
+        assert rank["without"]["fsdp2"]["dtensors"] == 0
+
+
+def test_upstream_still_refuses_bf16_without_use_cpu(facts: list[dict[str, Any]]) -> None:
+    assert all("use_cpu" in rank["without"]["bf16_error"] for rank in facts)
+
+
+def test_zero3_partitions_weights_while_they_load(facts: list[dict[str, Any]]) -> None:
+    for index, rank in enumerate(facts):
+        zero3 = rank["with"]["zero3"]
+        assert (zero3["world_size"], zero3["rank"]) == (RANKS, index)
+        assert zero3["local_elements"] == zero3["elements"] / RANKS
+
+
+def test_fsdp2_keeps_one_shard_of_every_parameter_on_each_rank(facts: list[dict[str, Any]]) -> None:
+    for rank in facts:
+        fsdp2 = rank["with"]["fsdp2"]
+        assert fsdp2["is_fsdp2"]
+        assert fsdp2["dtensors"] == fsdp2["parameters"]
+        assert fsdp2["local_elements"] == fsdp2["elements"] / RANKS
+
+
+def test_fsdp2_saves_a_model_directory(output: Path, tiny_llama: Path) -> None:
+    from safetensors.torch import load_file
+
+    saved, start = (load_file(path / "model.safetensors") for path in (output / "fsdp2", tiny_llama))
+    assert {name: tensor.shape for name, tensor in saved.items()} == {
+        name: tensor.shape for name, tensor in start.items()
+    }
+    assert not list((output / "fsdp2").glob("*.bin"))
+
+
+def test_deepspeed_clips_at_the_trainers_norm_only_when_the_key_is_auto(facts: list[dict[str, Any]]) -> None:
+    """A DeepSpeed configuration without `gradient_clipping` clips at 1.0 whatever max_grad_norm says (0.19.8)."""
+    for rank in facts:
+        assert rank["with"]["clipping_auto"] == 0.25
+        assert rank["with"]["clipping_missing"] == 1.0

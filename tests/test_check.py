@@ -1,0 +1,201 @@
+"""The checker on whole files: good ones, unreadable ones, and an Accelerate YAML with its DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from shardwright.cli.check import findings_as_dicts, run_check
+from shardwright.ds_configs.check import Finding, check_text, detect_kind
+from shardwright.ds_configs.check.deepspeed import REPLACEMENTS
+from shardwright.ds_configs.check.keys import load_keys
+from shardwright.ds_configs.check.parsing import parse
+
+DATA = Path(__file__).parent / "data" / "check"
+ZERO_2: dict[str, Any] = json.loads((DATA / "zero_2.json").read_text())
+ZERO_3_CPU: dict[str, Any] = json.loads((DATA / "zero_3_cpu.json").read_text())
+ZERO_3_NVME: dict[str, Any] = json.loads((DATA / "zero_3_nvme.json").read_text())
+PLAIN: dict[str, Any] = json.loads((DATA / "plain.json").read_text())
+FSDP2 = (DATA / "fsdp2.yaml").read_text()
+DEEPSPEED_YAML = (DATA / "deepspeed.yaml").read_text()
+ZERO = "zero_optimization"
+E, W = "error", "warning"
+
+
+def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) -> bool:
+    return any(
+        finding.kind == kind
+        and finding.fault.where.partition(" ")[2] == path
+        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
+        for finding in findings
+    )
+
+
+@pytest.mark.parametrize("config", [ZERO_2, ZERO_3_CPU, ZERO_3_NVME], ids=["zero-2", "zero-3-cpu", "zero-3-nvme"])
+def test_good_deepspeed_files_have_no_findings(config: dict[str, Any]) -> None:
+    assert check_text(json.dumps(config, indent="\t"), filename="ds_config.json", world_size=8) == ()
+
+
+@pytest.mark.parametrize("text", [FSDP2, DEEPSPEED_YAML, FSDP2.replace("\n", "\r\n")], ids=["fsdp2", "ds", "crlf"])
+def test_good_accelerate_files_have_no_findings(text: str) -> None:
+    assert check_text(text, filename="accelerate.yaml") == ()
+
+
+def test_good_file_without_transformers() -> None:
+    text = json.dumps(PLAIN)
+    assert check_text(text, filename="ds.json", world_size=8, uses_transformers=False) == ()
+
+
+def test_every_auto_is_an_error_without_transformers() -> None:
+    findings = check_text(json.dumps(ZERO_2), filename="ds.json", uses_transformers=False)
+    paths = {finding.fault.where.partition(" ")[2] for finding in findings if "only Transformers" in finding.fault.rule}
+    assert paths == {
+        "bf16.enabled", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size",
+        "train_micro_batch_size_per_gpu", f"{ZERO}.reduce_bucket_size",
+    }  # fmt: skip
+
+
+def test_findings_name_the_line_and_come_in_file_order() -> None:
+    text = '{\n "train_micro_batch_size_per_gpu": 1,\n "zero_optimization": {\n  "stage": 7,\n  "foo": 1\n }\n}'
+    findings = check_text(text, filename="a b.json")
+    places = [finding.fault.where for finding in findings if finding.kind == "error"]
+    assert places == [f"a b.json:4 {ZERO}.stage", f"a b.json:5 {ZERO}.foo"]
+
+
+BROKEN: list[tuple[str, str | bytes, str]] = [
+    ("a.json", b"", "is empty"),
+    ("a.yaml", b"", "is empty"),
+    ("a.yaml", b"# nothing\n", "is empty"),
+    ("a.json", b"{}", "holds no key"),
+    ("a.json", b"[1, 2]", "must hold a mapping"),
+    ("a.yaml", b"just words", "must hold a mapping"),
+    ("a.json", b'{"bf16": {"enabled": true,}}', "remove the comma"),
+    ("a.json", b'{"a": 1 // why\n}', "remove the comment"),
+    ("a.json", b'{"a": 1', "expected a comma"),
+    ("a.json", b'{"a": "x', "unterminated string"),
+    ("a.json", b'{"gradient_clipping": NaN}', "no such number"),
+    ("a.json", b'{"gradient_clipping": 1e400}', "too large"),
+    ("a.json", b'{"bf16": {}, "bf16": {}}', "stands twice"),
+    ("a.yaml", b"debug: false\ndebug: true\n", "first on line 1"),
+    ("a.json", b'{"a": "\xff"}', "not UTF-8"),
+    ("a.json", b"\xef\xbb\xbf{}", "byte order mark"),
+    ("a.json", b"[" * 100_000, "deeper than 64"),
+    ("a.yaml", b"[" * 100_000, "deeper than 64"),
+    ("a.yaml", b"a: " * 1000, "not valid YAML"),
+    ("a.yaml", b"x: !!python/object/apply:os.system ['true']", "tags that build objects"),
+    ("a.yaml", b"a: 1\n---\nb: 2\n", "more than one YAML document"),
+    ("a.yaml", b"? [a, b]\n: 1\n", "a key must be a word"),
+    ("a.yaml", b"yes: 1\n", "quote the key"),
+    ("a.yaml", b"a: &x [*x]", "before or inside"),
+    ("a.yaml", b"a: 2026-99-99\n", "cannot read this value"),
+    ("a.yaml", b"a: \x00\n", "not valid YAML"),
+    ("a.json", b'{"a": ' + b"9" * 400 + b"}", "too large"),
+    ("a.json", json.dumps({f"unknown_key_number_{i}": "auto" for i in range(19_000)}), "more than 200 faults"),
+    ("a.yaml", "zero_stage: 1\n" * 9_000, "more than 200 faults"),
+    ("a.json", json.dumps({"optimizer": {"type": "AdamW", "params": {f"lr{i}": 1 for i in range(19_000)}}}), "200"),
+    ("a.json", b'{"a": "' + b"x" * (10 << 20) + b'"}', "at most 1048576"),
+    ("a.json", json.dumps({"a": list(range(30_000))}), "more than 20000 values"),
+    ("a.yaml", "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+     + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)), "more than 20000"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("filename", "content", "fragment"), BROKEN, ids=range(len(BROKEN)))
+def test_unreadable_files_are_one_clear_finding(filename: str, content: str | bytes, fragment: str) -> None:
+    start = time.perf_counter()
+    findings = check_text(content, filename=filename)
+    assert time.perf_counter() - start < 1
+    assert any(fragment in f"{finding.fault.rule}; {finding.fault.fix}" for finding in findings), findings
+    assert all(finding.fault.where.startswith(filename) for finding in findings)
+
+
+def test_a_key_with_control_characters_stays_on_one_line() -> None:
+    text = json.dumps({**ZERO_2, "a\nb\x1b[31m\ud800": 1, "zero_optimization.stage": 3}, indent=1)
+    findings = check_text(text, filename="a.json")
+    assert len(findings) == 2 and all(str(finding.fault).isprintable() for finding in findings)
+    line = text.count("\n", 0, text.index("zero_optimization.stage")) + 1
+    assert findings[-1].fault.where == f"a.json:{line} zero_optimization.stage"
+
+
+def test_kind_follows_content_before_suffix() -> None:
+    def kind(content: str, filename: str) -> str:
+        root = parse(content, filename).root
+        assert root is not None
+        return detect_kind(root, filename)
+
+    assert kind(json.dumps(yaml.safe_load(FSDP2)), "a.json") == "accelerate"
+    assert kind(yaml.safe_dump(ZERO_2), "a.yaml") == "deepspeed"
+    assert kind("foo: 1", "a.yaml") == "accelerate"
+    assert kind('{"foo": 1}', "a.json") == "deepspeed"
+    assert check_text(json.dumps(yaml.safe_load(FSDP2)), filename="a.json") == ()
+
+
+def test_yaml_merge_keys_and_aliases_read_as_safe_load_does() -> None:
+    text = "base: &b {x: 1, y: 2}\nuse: {<<: *b, y: 3}\nlist: [*b, *b]\nnumber: 1e5\nfloat: 1.0e+5\nword: no\n"
+    root = parse(text, "a.yaml").root
+    assert root is not None and root.plain() == yaml.safe_load(text)
+
+
+def test_yaml_exponent_without_dot_is_a_string_and_says_so() -> None:
+    findings = check_text(FSDP2.replace("num_processes: 8", "num_processes: 1e1"), filename="a.yaml")
+    assert found(findings, E, "num_processes", "write 10 without quotes")
+
+
+def test_pair_checks_the_json_for_the_processes_of_the_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {**PLAIN, "fp16": {"enabled": True}, "bf16": {"enabled": False}, ZERO: {"stage": 2}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (tmp_path / "accelerate.yaml").write_text(
+        DEEPSPEED_YAML.replace("num_processes: 8", "num_processes: 4\nmixed_precision: bf16")
+    )
+    paths = [Path("accelerate.yaml"), Path("ds_config.json")]
+    findings = run_check(paths, world_size=None, uses_transformers=True)
+    assert found(findings, E, "train_batch_size", "4 · 2 · 4 = 32")
+    assert found(findings, E, "mixed_precision", "conflicts with fp16.enabled")
+    assert found(findings, W, "deepspeed_config.zero3_init_flag", "stage 2")
+    places = [finding.fault.where for finding in findings if "train_batch_size" in finding.fault.where]
+    assert len(places) == 1, "a file that a YAML names is checked once"
+
+
+def test_good_pair_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_config.json").write_text(json.dumps(ZERO_3_CPU))
+    (tmp_path / "accelerate.yaml").write_text(DEEPSPEED_YAML)
+    assert run_check([Path("accelerate.yaml")], world_size=8, uses_transformers=True) == ()
+    monkeypatch.chdir("/")
+    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True)
+    assert found(findings, W, "deepspeed_config.deepspeed_config_file", "directory of the launch")
+    (tmp_path / "ds_config.json").unlink()
+    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True)
+    assert found(findings, E, "deepspeed_config.deepspeed_config_file", "does not exist")
+
+
+def test_paths_that_cannot_be_read_are_findings(tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    large.write_bytes(b" " * ((1 << 20) + 1))
+    paths = [tmp_path, tmp_path / "none.json", large, Path("a\0b"), Path("/dev/zero"), Path("x" * 5000)]
+    findings = run_check(paths, world_size=None, uses_transformers=True)
+    rules = [finding.fault.rule for finding in findings]
+    assert len(rules) == len(paths)
+    for rule, fragment in zip(rules, ["directory", "not exist", "larger", "", "regular", ""], strict=True):
+        assert fragment in rule
+    assert json.dumps(findings_as_dicts(findings))
+
+
+def test_every_removed_key_has_a_replacement() -> None:
+    removed = load_keys("deepspeed")["removed"]
+    paths = {f"{section}.{key}".lstrip(".") for section, keys in removed.items() for key in keys}
+    assert paths == set(REPLACEMENTS)
+
+
+def test_the_checker_is_fast() -> None:
+    text = json.dumps(ZERO_3_CPU)
+    check_text(text, filename="a.json")
+    start = time.perf_counter()
+    for _ in range(20):
+        check_text(text, filename="a.json", world_size=8)
+    assert (time.perf_counter() - start) / 20 < 0.05

@@ -1,0 +1,161 @@
+"""One row for each rule on DeepSpeed configurations."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shardwright.ds_configs.check import Finding, check_text
+
+DATA = Path(__file__).parent / "data" / "check"
+ZERO_2: dict[str, Any] = json.loads((DATA / "zero_2.json").read_text())
+ZERO = "zero_optimization"
+OFFLOAD = f"{ZERO}.offload_optimizer"
+E, W = "error", "warning"
+
+
+def deepspeed(**changes: Any) -> str:
+    """Return a good configuration with values replaced at dotted paths written with `__`."""
+    config = copy.deepcopy(ZERO_2)
+    for path, value in changes.items():
+        target = config
+        *parents, last = path.split("__")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        if value is None:
+            target.pop(last, None)
+        else:
+            target[last] = value
+    return json.dumps(config, indent=2)
+
+
+def zero(**keys: Any) -> str:
+    return deepspeed(**{ZERO: keys})
+
+
+def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) -> bool:
+    return any(
+        finding.kind == kind
+        and finding.fault.where.partition(" ")[2] == path
+        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
+        for finding in findings
+    )
+
+
+DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
+    # unknown, removed, misplaced and deprecated keys
+    (deepspeed(zero_optimisation={}), E, "zero_optimisation", "did you mean 'zero_optimization'"),
+    (zero(stage=2, reduce_bucket=1), E, f"{ZERO}.reduce_bucket", "refuses it; did you mean 'reduce_bucket_size'"),
+    (deepspeed(aio={"blocksize": 1}), E, "aio.blocksize", "ignores it silently; did you mean 'block_size'"),
+    (deepspeed(pipeline={"stage": 2}), E, "pipeline.stage", "did you mean 'stages'"),
+    (deepspeed(data_types={"grad_dtype": "fp32"}), E, "data_types.grad_dtype", "'grad_accum_dtype'"),
+    (deepspeed(checkpoint={"load_univ": True}), E, "checkpoint.load_univ", "'load_universal'"),
+    (deepspeed(checkpoint={"writer": {"typ": "fast"}}), E, "checkpoint.writer.typ", "did you mean 'type'"),
+    (deepspeed(expert_parallel={"ep_size": 2}), E, "expert_parallel.ep_size", "'autoep_size'"),
+    (deepspeed(flops_profiler={"profile": 1}), E, "flops_profiler.profile", "'profile_step'"),
+    (deepspeed(optimizer={"typ": "AdamW"}), E, "optimizer.typ", "did you mean 'type'"),
+    (deepspeed(bf16__check_overflow=True), E, "bf16.check_overflow", "'check_grad_overflow'"),
+    (deepspeed(max_grad_norm=1.0), E, "max_grad_norm", "write gradient_clipping"),
+    (deepspeed(stage3_max_live_parameters=1), E, "stage3_max_live_parameters", "belongs at zero_optimization."),
+    (deepspeed(amp={"enabled": False}), E, "amp", "removed this key"),
+    (deepspeed(curriculum_learning={}), E, "curriculum_learning", "data_efficiency.data_sampling"),
+    (zero(stage=3, mics_shard_size=2), E, f"{ZERO}.mics_shard_size", "zero_hpz_partition_size"),
+    (zero(stage=2, cpu_offload=True), W, f"{ZERO}.cpu_offload", "write 'offload_optimizer'"),
+    (deepspeed(optimizer={"type": "OneBitAdam"}), E, "optimizer.type", "removed the 1-bit optimizers"),
+    (deepspeed(optimizer={"type": "Adamm"}), E, "optimizer.type", "did you mean 'Adam'"),
+    (deepspeed(optimizer__type="AdamW", optimizer__params__beta=1), E, "optimizer.params.beta", "'betas'"),
+    (deepspeed(scheduler={"type": "Warmup"}), E, "scheduler.type", "did you mean 'WarmupLR'"),
+    (deepspeed(scheduler={"type": "WarmupLR", "params": {"steps": 1}}), E, "scheduler.params.steps", "no such"),
+    # types and ranges
+    (zero(stage=True), E, f"{ZERO}.stage", "one of 0, 1, 2, 3"),
+    (zero(stage="3"), E, f"{ZERO}.stage", "write 3 without quotes"),
+    (zero(stage=5), E, f"{ZERO}.stage", "one of 0, 1, 2, 3"),
+    (zero(stage=-1), E, f"{ZERO}.stage", "one of 0, 1, 2, 3"),
+    (zero(stage=2.5), E, f"{ZERO}.stage", "one of 0, 1, 2, 3"),
+    (zero(stage=2, reduce_bucket_size=5.5), E, f"{ZERO}.reduce_bucket_size", "an integer"),
+    (zero(stage=2, reduce_bucket_size=-5e8), E, f"{ZERO}.reduce_bucket_size", "greater than 0"),
+    (zero(stage=2, reduce_bucket_size="5e8"), E, f"{ZERO}.reduce_bucket_size", "write 500000000 without"),
+    (zero(stage=2, reduce_scatter="true"), E, f"{ZERO}.reduce_scatter", "write true without quotes"),
+    (zero(stage=2, allgather_bucket_size=3), E, f"{ZERO}.allgather_bucket_size", "write 4"),
+    (deepspeed(zero_optimization=True), E, ZERO, 'write {"stage": 1}'),
+    (deepspeed(bf16=True), E, "bf16", "must be a mapping"),
+    (deepspeed(train_micro_batch_size_per_gpu=4.0), E, "train_micro_batch_size_per_gpu", "write 4"),
+    (deepspeed(gradient_clipping=-1), E, "gradient_clipping", "at least 0"),
+    (deepspeed(communication_data_type="fp8"), E, "communication_data_type", "one of fp16, bf16, fp32"),
+    (deepspeed(data_types={"grad_accum_dtype": "bf15"}), E, "data_types.grad_accum_dtype", "'bf16'"),
+    (zero(stage=3, offload_optimizer={"device": "cp"}), E, f"{OFFLOAD}.device", "did you mean 'cpu'"),
+    (deepspeed(fp16={"enabled": "auto", "loss_scale": -1}), E, "fp16.loss_scale", "at least 0"),
+    (deepspeed(tensor_parallel={"dtype": "bf16"}), E, "tensor_parallel.dtype", "Python object"),
+    # keys that do nothing, or something else
+    (zero(stage=2, offload_param={"device": "cpu"}), E, f"{ZERO}.offload_param.device", "only stage 3"),
+    (zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), E, f"{OFFLOAD}.device", "host memory"),
+    (zero(stage=0, offload_optimizer={"device": "cpu"}), E, f"{OFFLOAD}.device", "use stage 1, 2 or 3"),
+    (zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), E, f"{OFFLOAD}.ratio", "only at stage 3"),
+    (zero(stage=3, offload_optimizer={"device": "nvme"}), E, f"{OFFLOAD}.device", "add nvme_path"),
+    (zero(stage=3, offload_optimizer={"device": "cpu", "buffer_count": 9}), W, f"{OFFLOAD}.buffer_count", "'nvme'"),
+    (zero(stage=3, offload_optimizer={"pin_memory": True}), W, OFFLOAD, "nothing is offloaded"),
+    (zero(stage=3, offload_optimizer={"device": "cpu"}), W, f"{OFFLOAD}.device", "zero_force_ds_cpu_optimizer"),
+    (zero(stage=2, allgather_bucket_size=2), W, f"{ZERO}.allgather_bucket_size", "no effect"),
+    (zero(stage=2, allgather_partitions=True), W, f"{ZERO}.allgather_partitions", "never uses it"),
+    (deepspeed(disable_allgather=True), W, "disable_allgather", "no effect"),
+    (zero(stage=2, stage3_max_live_parameters=1), W, f"{ZERO}.stage3_max_live_parameters", "only stage 3"),
+    (zero(stage=2, sub_group_size=1e9), W, f"{ZERO}.sub_group_size", "only stage 3"),
+    (zero(stage=2, zero_quantized_gradients=True), W, f"{ZERO}.zero_quantized_gradients", "only stage 3"),
+    (zero(stage=3, round_robin_gradients=True), W, f"{ZERO}.round_robin_gradients", "only stage 1, 2"),
+    (zero(stage=2, overlap_comm=True), W, f"{ZERO}.overlap_comm", "doubles"),
+    (zero(reduce_scatter=True), W, ZERO, "stage 0"),
+    (deepspeed(pipeline={"stages": 4}), W, "pipeline.stages", "num_stages"),
+    (deepspeed(pipeline={"partition": "best"}), W, "pipeline.partition", "partition_method"),
+    (deepspeed(activation_checkpointing={"cpu_checkpointing": True}), W, "activation_checkpointing", "Transformers"),
+    (deepspeed(optimizer={"type": "Adam"}), W, "optimizer.type", "runs AdamW"),
+    (deepspeed(gradient_clipping=None), W, "gradient_clipping", "clips at 1.0"),
+    (deepspeed(gradient_accumulation_steps=None), W, "gradient_accumulation_steps", "Accelerate writes 1"),
+    # combinations
+    (deepspeed(bf16__enabled=True, fp16={"enabled": True}), E, "fp16.enabled", "cannot both"),
+    (deepspeed(bf16__enabled=True, data_types={"grad_accum_dtype": "fp32"}, zero_optimization={"stage": 0}),
+     E, "data_types.grad_accum_dtype", "stage 0 accumulates"),
+    (deepspeed(bf16__enabled=True, data_types={"grad_accum_dtype": "fp32"}, zero_optimization={"stage": 1}),
+     W, "data_types.grad_accum_dtype", "BF16_Optimizer"),
+    (deepspeed(bf16__enabled=True, data_types={"param_dtype": "fp16"}), E, "data_types.param_dtype", "bf16"),
+    (deepspeed(bf16__enabled=True, bf16__bf16_optimizer_states=True), E, "bf16.bf16_optimizer_states", "both to true"),
+    (deepspeed(bf16__enabled=True, bf16__bf16_master_weights_and_grads=True),
+     E, "bf16.bf16_master_weights_and_grads", "offload_optimizer"),
+    (zero(stage=2, compute_grad_norm=False), E, f"{ZERO}.compute_grad_norm", '"gradient_clipping": 0'),
+    (zero(stage=3, compute_grad_norm=False), E, f"{ZERO}.compute_grad_norm", "stage 1 or 2"),
+    (zero(stage=1, legacy_stage1=True), E, f"{ZERO}.legacy_stage1", "remove"),
+    (deepspeed(gradient_allreduce_op="sum", zero_optimization={"stage": 3}), E, "gradient_allreduce_op", "stage 3"),
+    (deepspeed(optimizer={"type": "Muon"}, zero_optimization={"stage": 3}), E, f"{ZERO}.reduce_scatter", "Muon"),
+    (zero(stage=2, zenflow={"topk_ratio": 0.1}), E, f"{ZERO}.zenflow", "device 'cpu'"),
+    (deepspeed(optimizer__type="AdamW", optimizer__params__max_grad_norm=1.0),
+     E, "optimizer.params.max_grad_norm", "gradient_clipping"),
+    (deepspeed(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}}),
+     E, "scheduler.params.warmup_num_steps", "positive"),
+    (deepspeed(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}),
+     W, "scheduler.params.warmup_num_steps", "warm-up"),
+    # auto
+    (zero(stage=3, stage3_max_live_parameters="auto"), E, f"{ZERO}.stage3_max_live_parameters", "its default instead"),
+    (deepspeed(steps_per_print="auto"), E, "steps_per_print", "receives the word itself"),
+    (deepspeed(optimizer__type="AdamW", optimizer__params__adam_w_mode="auto"),
+     E, "optimizer.params.adam_w_mode", "does not fill"),
+    (deepspeed(zero_optimization="auto"), E, ZERO, "does not fill"),
+    (deepspeed(zero_optimization=None), E, ZERO, "Accelerate refuses"),
+    # batch
+    (deepspeed(train_batch_size=None, train_micro_batch_size_per_gpu=None), E, "", "must be given"),
+    (deepspeed(train_batch_size=30, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4),
+     E, "train_batch_size", "2 · 4 · 8 = 64; write 64"),
+    (deepspeed(train_batch_size=30, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=None),
+     E, "train_batch_size", "2 · 8 = 16; write 16 or 32"),
+    (deepspeed(train_batch_size=4, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None),
+     E, "train_batch_size", "the 8 ranks; write 8"),
+    (deepspeed(sequence_parallel_size=3, train_batch_size=8, train_micro_batch_size_per_gpu=1,
+               gradient_accumulation_steps=1), E, "sequence_parallel_size", "must divide the 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "kind", "path", "fragment"), DEEPSPEED_ROWS, ids=range(len(DEEPSPEED_ROWS)))
+def test_each_deepspeed_rule(text: str, kind: str, path: str, fragment: str) -> None:
+    findings = check_text(text, filename="ds_config.json", world_size=8)
+    assert found(findings, kind, path, fragment), [str(finding.fault) for finding in findings]

@@ -1,0 +1,291 @@
+"""The checker on arbitrary input, and against the libraries that will read the files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shardwright.cli.check import findings_as_dicts
+from shardwright.ds_configs.check import Finding, check_text
+from shardwright.ds_configs.check.keys import load_keys
+
+DATA = Path(__file__).parent / "data" / "check"
+PLAIN: dict[str, Any] = json.loads((DATA / "plain.json").read_text())
+FSDP2 = (DATA / "fsdp2.yaml").read_text()
+ZERO = "zero_optimization"
+E, W = "error", "warning"
+
+
+def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) -> bool:
+    return any(
+        finding.kind == kind
+        and finding.fault.where.partition(" ")[2] == path
+        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
+        for finding in findings
+    )
+
+
+def _known_names() -> list[str]:
+    names: list[str] = []
+
+    def visit(node: dict[str, Any]) -> None:
+        for name, child in node.get("keys", {}).items():
+            names.append(name)
+            visit(child)
+
+    for library in ("deepspeed", "accelerate"):
+        visit(load_keys(library)["root"])
+    return sorted(set(names))
+
+
+_KNOWN = _known_names()
+json_trees = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("auto"),
+    lambda children: st.lists(children) | st.dictionaries(st.text() | st.sampled_from(_KNOWN), children),
+    max_leaves=30,
+)
+fuzz = settings(max_examples=150, deadline=1000, suppress_health_check=[HealthCheck.too_slow])
+FILENAMES = st.sampled_from(["a.json", "a.yaml", "a", "\n", ""])
+
+
+@fuzz
+@given(content=st.binary() | st.text(), filename=FILENAMES, world=st.none() | st.integers(1, 4096))
+def test_arbitrary_bytes_never_raise(content: bytes | str, filename: str, world: int | None) -> None:
+    findings_as_dicts(check_text(content, filename=filename, world_size=world))
+
+
+@fuzz
+@given(tree=json_trees, transformers=st.booleans(), world=st.none() | st.integers(1, 64))
+def test_arbitrary_json_never_raises(tree: object, transformers: bool, world: int | None) -> None:
+    findings = check_text(json.dumps(tree), filename="a.json", world_size=world, uses_transformers=transformers)
+    assert json.dumps(findings_as_dicts(findings), allow_nan=False)
+
+
+def _schema_values(node: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Trees that resemble configurations: real keys with right and wrong values at every depth."""
+    odd = st.sampled_from([None, True, False, 0, 1, 2, 3, -1, 2.5, 5e8, "auto", "3", "cpu", "nvme", [], {}, "no"])
+    if "keys" not in node:
+        return odd | st.sampled_from(node.get("choices") or [1, True])
+    optional = {name: _schema_values(child) for name, child in node["keys"].items()}
+    return odd | st.lists(st.sampled_from(sorted(optional)), max_size=8, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: optional[name] for name in names})
+    )
+
+
+@fuzz
+@given(tree=_schema_values(load_keys("accelerate")["root"]), world=st.none() | st.integers(1, 64))
+def test_arbitrary_accelerate_trees_never_raise(tree: object, world: int | None) -> None:
+    check_text(yaml.safe_dump(tree), filename="a.yaml", world_size=world)
+
+
+@fuzz
+@given(tree=_schema_values(load_keys("deepspeed")["root"]), transformers=st.booleans())
+def test_arbitrary_deepspeed_trees_never_raise(tree: object, transformers: bool) -> None:
+    check_text(json.dumps(tree), filename="a.json", world_size=8, uses_transformers=transformers)
+
+
+@given(micro=st.integers(1, 64), steps=st.integers(1, 64), ranks=st.integers(1, 512), error=st.integers(-3, 3))
+def test_batch_equation(micro: int, steps: int, ranks: int, error: int) -> None:
+    train = micro * steps * ranks + error
+    config = {
+        **PLAIN,
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    findings = check_text(json.dumps(config), filename="a.json", world_size=ranks, uses_transformers=False)
+    if error == 0:
+        assert findings == ()
+    elif train > 0:
+        assert found(findings, E, "train_batch_size", f"write {micro * steps * ranks}")
+    else:
+        assert found(findings, E, "train_batch_size", "greater than 0")
+
+
+BAD_FOR_DEEPSPEED: list[dict[str, Any]] = [
+    {ZERO: {"stage": 7}},
+    {ZERO: {"stage": 2, "reduce_bucket": 1}},
+    {ZERO: {"stage": 2, "reduce_bucket_size": -1}},
+    {ZERO: {"stage": 2, "reduce_bucket_size": 5.5}},
+    {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "buffer_size": 1}}},
+    {ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+    {ZERO: {"stage": 3, "offload_param": {"device": "disk"}}},
+    {ZERO: {"stage": 3, "compute_grad_norm": False}},
+    {ZERO: {"stage": 3, "mics_shard_size": 2}},
+    {ZERO: {"stage": 2, "zenflow": {"topk_ratio": 2}}},
+    {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+    {"bf16": {"enabled": True, "check_overflow": True}},
+    {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+    {"fp16": {"enabled": True, "loss_scale": -1}},
+    {"fp16": {"enabled": True, "loss_scale_window": 0}},
+    {"amp": None},
+    {"train_batch_size": 7},
+    {"train_batch_size": None, "train_micro_batch_size_per_gpu": None},
+    {"gradient_accumulation_steps": "auto"},
+    {"gradient_allreduce_op": "max"},
+    {"gradient_allreduce_op": "sum", ZERO: {"stage": 3}},
+    {"communication_data_type": "fp8"},
+    {"compile": {"passes": ["z9"]}},
+    {"checkpoint": {"tag_validation": "maybe"}},
+    {"checkpoint": {"writer": {"type": "slow"}}},
+    {"data_types": {"keep_in_fp32_modules": "norm"}},
+    {"hybrid_engine": {"max_out_tokens": 0}},
+    {"wandb": {"enabled": True, "name": "x"}},
+]
+
+
+@pytest.mark.trace
+def test_whatever_deepspeed_refuses_is_an_error_here() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    base = {**PLAIN, "train_batch_size": 8}
+    DeepSpeedConfig(copy.deepcopy(base))
+    for change in BAD_FOR_DEEPSPEED:
+        config = {key: value for key, value in (base | change).items() if value is not None or key == "amp"}
+        with pytest.raises(Exception):  # noqa: B017 - DeepSpeed raises assertions and errors of four libraries
+            DeepSpeedConfig(copy.deepcopy(config))
+        findings = check_text(json.dumps(config), filename="a.json", world_size=1, uses_transformers=False)
+        assert any(finding.kind == "error" for finding in findings), change
+
+
+def _random_value(generator: random.Random, node: dict[str, Any]) -> Any:
+    """Draw a value that the schema allows, or in four of ten cases anything."""
+    odd = [None, True, False, 0, 1, 2, 3, -1, 2.5, 5e8, "auto", "3", "cpu", "nvme", [], {}, "x", 1e30, 0.5]
+    if "keys" in node:
+        if generator.random() < 0.1:
+            return generator.choice(odd)
+        names = generator.sample(sorted(node["keys"]), min(len(node["keys"]), generator.randint(0, 2)))
+        drawn = {name: _random_value(generator, node["keys"][name]) for name in names}
+        return drawn | ({"bogus": 1} if generator.random() < 0.05 else {})
+    if generator.random() < 0.4:
+        return generator.choice(odd)
+    values = {"boolean": True, "number": 0.5, "string": "abc", "list": ["a"], "object": {}, "null": None}
+    return generator.choice(node.get("choices") or [values.get(kind, 1) for kind in node["types"]])
+
+
+@pytest.mark.trace
+def test_random_configs_that_deepspeed_refuses_are_errors_here() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    generator, root = random.Random(20261), load_keys("deepspeed")["root"]
+    refused = 0
+    for _ in range(1500):
+        config = copy.deepcopy({**PLAIN, "train_batch_size": 8, "bf16": {}})
+        for name in generator.sample(sorted(root["keys"]), 2):
+            config[name] = _random_value(generator, root["keys"][name])
+        try:
+            DeepSpeedConfig(copy.deepcopy(config))
+            continue
+        except Exception as error:
+            if "GDS" in str(error):
+                continue  # depends on the accelerator of the host, not on the file
+            reason = str(error)
+        refused += 1
+        findings = check_text(json.dumps(config), filename="a.json", world_size=1, uses_transformers=False)
+        assert any(finding.kind == "error" for finding in findings), (reason, config)
+    assert refused > 200
+
+
+@pytest.mark.trace
+def test_whatever_accelerate_refuses_is_an_error_here(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(FSDP2)
+    load_config_from_file(str(path))
+    untyped, unknown = FSDP2.replace("distributed_type: FSDP\n", ""), FSDP2.replace("type: FSDP", "type: TP")
+    for text in (untyped, unknown, FSDP2 + "max_restarts: 1\n", "", "[]", "x"):
+        path.write_text(text)
+        with pytest.raises(Exception):  # noqa: B017 - some of these end in an AttributeError upstream
+            load_config_from_file(str(path))
+        assert any(finding.kind == "error" for finding in check_text(text, filename="a.yaml")), text
+
+
+def _start(config: dict[str, Any], path: Path, patch: pytest.MonkeyPatch) -> object:
+    """Do what `accelerate launch` and then `Accelerator()` do with a file, up to the plugin."""
+    from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    path.write_text(yaml.safe_dump(config))
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    arguments, defaults, from_file = _validate_launch_command(arguments)
+    fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    engine = arguments.use_deepspeed
+    environment = prepare_deepspeed_cmd_env(arguments)[1] if engine else prepare_multi_gpu_env(arguments)
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    if config.get("parallelism_config"):
+        ParallelismConfig()
+    return DeepSpeedPlugin() if engine else FullyShardedDataParallelPlugin()
+
+
+_FSDP: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
+_ENGINE: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 8}
+_WRAPPED = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+_SIZES = "parallelism_config_"
+BAD_FOR_LAUNCH: list[dict[str, Any]] = [
+    {**_FSDP, "fsdp_config": {**_WRAPPED, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}},
+    {**_FSDP, "fsdp_config": {**_WRAPPED, "fsdp_state_dict_type": "LOCAL_STATE_DICT"}},
+    {**_FSDP, "fsdp_config": {**_WRAPPED, "fsdp_activation_checkpointing_offload": True}},
+    {**_FSDP, "fsdp_config": {**_WRAPPED, "fsdp_auto_wrap_policy": "LAYER_WRAP"}},
+    {**_FSDP, "fsdp_config": {**_WRAPPED, "fsdp_version": 1, "fsdp_sync_module_states": False}},
+    {**_FSDP, "fsdp_config": _WRAPPED, "mixed_precision": False},
+    {**_FSDP, "fsdp_config": _WRAPPED, "mixed_precision": "fp15"},
+    {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": _WRAPPED},
+    {**_FSDP, "fsdp_config": _WRAPPED, "parallelism_config": {f"{_SIZES}cp_size": 2, f"{_SIZES}sp_size": 2}},
+    {**_FSDP, "fsdp_config": _WRAPPED, "parallelism_config": {f"{_SIZES}tp_size": 2, f"{_SIZES}dp_replicate_size": 4}},
+    {**_ENGINE, "deepspeed_config": {"zero_stage": 2}, "parallelism_config": {f"{_SIZES}sp_backend": "ring"}},
+    {**_ENGINE, "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero_stage": 2}},
+    {**_ENGINE, "deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": "no"},
+    {**_ENGINE, "deepspeed_config": {"zero_stage": "two"}},
+]
+
+
+@pytest.mark.trace
+def test_whatever_the_launcher_refuses_is_an_error_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps({ZERO: {"stage": 2}}))
+    path = tmp_path / "accelerate.yaml"
+    with monkeypatch.context() as patch:
+        _start({**_FSDP, "fsdp_config": _WRAPPED}, path, patch)
+    for config in BAD_FOR_LAUNCH:
+        with monkeypatch.context() as patch, pytest.raises(Exception):  # noqa: B017 - of several kinds
+            _start(config, path, patch)
+        findings = check_text(path.read_bytes(), filename="a.yaml")
+        assert any(finding.kind == "error" for finding in findings), config
+
+
+@pytest.mark.trace
+def test_what_the_launcher_ignores_silently_is_a_finding_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "accelerate.yaml"
+    version_1 = {**_WRAPPED, "fsdp_version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}
+    version_1 |= {"fsdp_sync_module_states": False, "fsdp_cpu_ram_efficient_loading": False}
+    with monkeypatch.context() as patch:
+        plugin: Any = _start({**_FSDP, "fsdp_config": version_1}, path, patch)
+    assert plugin.sharding_strategy.name == "FULL_SHARD"
+    assert found(check_text(path.read_bytes(), filename="a"), E, "fsdp_config.fsdp_reshard_after_forward", "no effect")
+    nvme = {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nvme"}
+    with monkeypatch.context() as patch:
+        plugin = _start({**_ENGINE, "deepspeed_config": nvme}, path, patch)
+    assert plugin.deepspeed_config[ZERO]["offload_optimizer"]["nvme_path"] == "none"
+    findings = check_text(path.read_bytes(), filename="a")
+    assert found(findings, E, "deepspeed_config.offload_optimizer_nvme_path", "never handed")
+
+
+@pytest.mark.trace
+def test_key_files_are_current() -> None:
+    from shardwright.plugins.accelerate_keys import accelerate_keys
+    from shardwright.plugins.config_keys import DATA_DIRECTORY, as_json, deepspeed_keys
+
+    for name, read in (("deepspeed", deepspeed_keys), ("accelerate", accelerate_keys)):
+        shipped = (DATA_DIRECTORY / f"{name}_keys.json").read_text(encoding="utf-8")
+        assert as_json(read()) == shipped, f"{name}: run python -m shardwright.plugins.config_keys --write"
