@@ -1,3 +1,26 @@
-"""Shardwright: plans DeepSpeed and Accelerate training, proves the plan, and runs it."""
+"""Shardwright: plans DeepSpeed and Accelerate training, proves the plan, and runs it.
+
+>>> import shardwright
+>>> shardwright.plan("config.json", "8xA100-80GB").write("plan")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .ds_configs.job import TrainingJob
+    from .ds_configs.plan import Plan
+    from .plugins.planning import plan
 
 __version__ = "0.1.0"
+__all__ = ["Plan", "TrainingJob", "__version__", "plan"]
+
+_HOMES = {"Plan": ".ds_configs.plan", "TrainingJob": ".ds_configs.job", "plan": ".plugins.planning"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .activations import ActivationEstimate, Adapter, Mode, estimate_activations
+from .activations import ActivationEstimate, Adapter, Mode, UnknownFamilyError, estimate_activations
 from .buffers import buffer_terms
 from .errors import Fault, UsageError
 from .hardware import HardwareSpec
@@ -152,6 +152,18 @@ def cached_activations(model: ModelSpec, job: TrainingJob) -> ActivationSource:
         )
 
     return source
+
+
+def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
+    """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
+    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
+    source = cached_activations(model, job)
+    try:
+        for mode in modes[:1] if job.method != "full" else modes:
+            source(1, mode)
+    except UnknownFamilyError:
+        return False
+    return model.task == "causal_lm"
 
 
 def adapter_name(job: TrainingJob) -> Adapter:

@@ -56,8 +56,8 @@ def chosen_reason(
     return (
         f"{display_name(strategy)} is {asked}: it needs {gigabytes(gpu.peak_bytes)} GB "
         f"({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of {gigabytes(gpu.capacity_bytes)} GB, at most "
-        f"in the {gpu.phase} phase: {largest_terms(gpu.terms)}; micro-batch {strategy.micro_batch_size} {checkpointing} "
-        "gradient checkpointing."
+        f"in the {gpu.phase} phase: {largest_terms(gpu.terms)}; micro-batch {strategy.micro_batch_size} "
+        f"{checkpointing} gradient checkpointing."
     )
 
 

@@ -17,6 +17,8 @@ DEPTH_KEYS = (
 SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 # Per-layer choices that would make layers differ in kind between a shallow and a deep model.
 UNIFORM = {"mlp_only_layers": [], "first_k_dense_replace": 0, "max_window_layers": 0}
+# CPU attention leaves its fused kernel when dropout is on; the CUDA kernel keeps no mask for it.
+ATTENTION_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 
 def stack_depths(config: Mapping[str, Any], depth: int | None = None) -> dict[str, int]:

@@ -16,18 +16,22 @@ Mode = Literal["bf16", "fp32", "bf16_autocast"]
 
 # CUDA autocast runs these in float32, CPU autocast does not (torch 2.13, torch/amp documentation, op reference).
 CUDA_FLOAT32_FUNCTIONS = frozenset(
-    "__pow__ __rpow__ pow rsqrt exp expm1 log log2 log10 log1p reciprocal softplus softmax log_softmax layer_norm "
-    "group_norm norm cumsum cumprod prod sum cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
-    "binary_cross_entropy_with_logits cosine_similarity sinh cosh tan acos asin erfinv dist renorm".split()
+    ["__pow__", "__rpow__", "pow", "rsqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "reciprocal", "softplus", "softmax", "log_softmax", "layer_norm", "group_norm", "norm", "cumsum", "cumprod", "prod", "sum", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy_with_logits", "cosine_similarity", "sinh", "cosh", "tan", "acos", "asin", "erfinv", "dist", "renorm"]
 )
 
 
-class CudaFloat32Policy(TorchFunctionMode):
-    """While autocast is on, gives CPU autocast the float32 list of CUDA autocast, so that saved element types match a GPU run."""
+class CudaSemantics(TorchFunctionMode):
+    """Makes CPU tensors keep what CUDA tensors would keep (torch 2.13).
+
+    Under autocast, functions of CUDA's float32 list get float32 inputs. Dropout saves a mask of one byte per element,
+    as the fused CUDA kernel does; the CPU default saves scaled noise in the input's type.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Casts half-precision inputs of listed functions to float32."""
+        """Casts or replaces what differs, and passes everything else on."""
         kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.dropout:
+            return _fused_dropout(*args, **kwargs)
         listed = getattr(func, "__name__", "") in CUDA_FLOAT32_FUNCTIONS
         if listed and kwargs.get("dtype") is None and torch.is_autocast_enabled("cpu"):
             args = tuple(_widen(value) for value in args)
@@ -35,16 +39,20 @@ class CudaFloat32Policy(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return torch.native_dropout(input, p, train=True)[0] if training and p > 0 else input
+
+
 def enable_checkpointing(model: Any) -> None:
     """Turns on non-reentrant checkpointing, the default of `gradient_checkpointing_enable` in transformers 5.17.
 
     The recomputation runs inside `loss.backward()`, where torch 2.13 has function modes switched off; the context
-    puts the CUDA policy back.
+    puts the CUDA semantics back.
     """
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={
             "use_reentrant": False,
-            "context_fn": lambda: (nullcontext(), CudaFloat32Policy()),
+            "context_fn": lambda: (nullcontext(), CudaSemantics()),
         }
     )
 
@@ -79,7 +87,7 @@ class Phases:
 
 def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], mode: Mode) -> torch.Tensor:
     """Does what `Trainer.compute_loss` does: outputs die when it returns, only the loss survives."""
-    with CudaFloat32Policy(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "bf16_autocast"):
+    with CudaSemantics(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "bf16_autocast"):
         outputs = model(**inputs)
     if mode == "bf16_autocast":
         from accelerate.utils.operations import convert_to_fp32
@@ -113,7 +121,8 @@ def run_training_step(
     everything after the last layer counts as loss.
     """
     parameters = list(model.parameters())
-    meter = StorageMeter([*parameters, *model.buffers(), *inputs.values()])
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    meter = StorageMeter([*parameters, *model.buffers(), *tensors])
     in_forward = [True]
     hooks = _place_marks(meter, layers, head, in_forward)
     # Gradients of earlier steps would be added in place instead of being moved into `.grad`.

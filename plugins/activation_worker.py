@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import ceil
 from typing import Any
@@ -18,7 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from ..ds_configs.activations import ActivationEstimate, Mode
-from .activation_depth import at_depth, stack_depths
+from .activation_depth import ATTENTION_DROPOUTS, SUB_CONFIGS, at_depth, stack_depths
 from .activation_request import RESULT_PREFIX
 from .activation_run import Phases, enable_checkpointing, run_training_step
 
@@ -33,22 +34,24 @@ class Tracer:
         self.config = {key: value for key, value in config.items() if key != "auto_map"}
         self.micro_batch_size = micro_batch_size
         self.mode: Mode = mode
+        self.element_type = torch.bfloat16 if mode == "bf16" else torch.float32
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def build(self, depths: Mapping[str, int]) -> nn.Module:
         """Builds the model class that the config names, on fake tensors."""
         raw = at_depth(self.config, depths)
         config = transformers.AutoConfig.for_model(**{**raw, "model_type": self.config["model_type"]})
-        config.use_cache = False
+        _prepare(config)
         names = config.architectures or []
         found = getattr(transformers, names[0], None) if names else None
-        with self.fake, no_init_weights():
+        # Fake parameters cannot change their type after the fact (`_apply` in torch 2.13), so they are born with it.
+        with self.fake, no_init_weights(), _default_dtype(self.element_type):
             if found is not None:
                 config._attn_implementation = "sdpa" if getattr(found, "_supports_sdpa", False) else "eager"
                 model = found(config)
             else:
                 model = _from_auto_classes(config)
-            return model.to(torch.bfloat16 if self.mode == "bf16" else torch.float32).train()
+            return model.train()
 
     def inputs(self, model: Any, seq_len_tokens: int) -> dict[str, Any]:
         """Fake inputs and labels for what the model's forward accepts."""
@@ -64,8 +67,7 @@ class Tracer:
             if "pixel_values" in accepted:
                 vision = getattr(config, "vision_config", config)
                 side, channels = vision.image_size, vision.num_channels
-                kind = torch.bfloat16 if self.mode == "bf16" else torch.float32
-                values["pixel_values"] = torch.zeros(batch, channels, side, side, dtype=kind)
+                values["pixel_values"] = torch.zeros(batch, channels, side, side, dtype=self.element_type)
             if "return_loss" in accepted:
                 values["return_loss"] = True
             if "labels" in accepted:
@@ -129,6 +131,26 @@ class Tracer:
         return SHALLOW * sum(per_layer[name] for name in depths)
 
 
+def _prepare(config: Any) -> None:
+    for part in [config, *(getattr(config, name) for name in SUB_CONFIGS if hasattr(config, name))]:
+        for name in ATTENTION_DROPOUTS:
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
+    config.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+
+
+@contextmanager
+def _default_dtype(element_type: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(element_type)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _from_auto_classes(config: Any) -> Any:
     for auto in (
         transformers.AutoModelForCausalLM,
@@ -153,7 +175,7 @@ def layers_of(model: nn.Module, depths: Mapping[str, int]) -> list[nn.Module]:
     taken: tuple[str, ...] = ()
     for path, module in model.named_modules():
         alike = isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
-        if alike and len(module) in lengths and not path.startswith(taken or ("\0",)):  # type: ignore[arg-type]
+        if alike and len(module) in lengths and not path.startswith(taken):
             layers += list(module.children())
             taken += (f"{path}.",)
     if not layers:
@@ -187,12 +209,23 @@ def extrapolate(near: ActivationEstimate, far: ActivationEstimate, steps: tuple[
     return replace(near, **changes)
 
 
+def _keep_layers(rand: Any) -> Any:
+    """Lets LayerDrop (BART, Whisper) keep every layer: a fake random scalar cannot be compared."""
+
+    def draw(*size: Any, **options: Any) -> torch.Tensor:
+        drawn: torch.Tensor = torch.tensor(1.0) if size == ([],) else rand(*size, **options)
+        return drawn
+
+    return draw
+
+
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Traces what the request asks for; a model that cannot be traced is an answer with `error`."""
     logging.set_verbosity_error()
     # transformers 5.17 takes fake tensors for a compiler's trace and then builds masks that training never has.
     masking_utils.is_tracing = lambda *_: False
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    torch.rand = _keep_layers(torch.rand)
     tracer = Tracer(request["config"], request["micro_batch_size"], request["mode"])
     asked = request["seq_len_tokens"]
     near, far = clear_lengths(tracer, asked)

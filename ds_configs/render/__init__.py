@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from ..plan import Plan, headline
+from ..plan_data import PlanData, headline
+from ..plan_json import plan_to_dict
 from ..units import gigabytes
 from .accelerate import accelerate_config
 from .deepspeed import deepspeed_config
@@ -15,7 +16,7 @@ from .launch import hostfile, launch_arguments, launch_script, slurm_script
 from .training_arguments import training_arguments
 
 
-def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
+def render_files(plan: PlanData, *, directory: str = ".") -> dict[str, str]:
     """Return the text of every file of a plan, by name; the same input gives the same bytes.
 
     `directory` is where the files will lie: Accelerate resolves the path of the DeepSpeed file against the working
@@ -25,7 +26,7 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     texts = {
         "accelerate.yaml": header + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
         "launch.sh": launch_script(plan, header),
-        "plan.json": _json(plan.to_dict()),
+        "plan.json": _json(plan_to_dict(plan)),
         "training_arguments.json": _json(training_arguments(plan)),
     }
     if plan.chosen.strategy.engine == "deepspeed":
@@ -38,7 +39,7 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     return texts
 
 
-def header_lines(plan: Plan, directory: str) -> list[str]:
+def header_lines(plan: PlanData, directory: str) -> list[str]:
     """Return what each file says of itself: purpose, command, assumptions."""
     hardware, gpu = plan.hardware, plan.chosen.memory.gpu
     lines = [

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan import Plan
+from ..plan_data import PlanData
 from ..strategy import Strategy, ZeroOptions
 
 
-def deepspeed_config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: PlanData) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a plan; integers stay integers, and no key is without effect."""
     strategy, job = plan.chosen.strategy, plan.job
     config: dict[str, Any] = {
@@ -34,7 +34,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     return config
 
 
-def _zero_section(strategy: Strategy, plan: Plan) -> dict[str, Any]:
+def _zero_section(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
     zero = strategy.zero
     section: dict[str, Any] = {"stage": strategy.zero_stage}
     if strategy.zero_stage == 0:
@@ -71,7 +71,7 @@ def _stage3_keys(zero: ZeroOptions) -> dict[str, Any]:
     return keys
 
 
-def _offload_optimizer(strategy: Strategy, plan: Plan) -> dict[str, Any]:
+def _offload_optimizer(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
     section: dict[str, Any] = {"device": strategy.offload_optimizer, "pin_memory": True}
     if strategy.offload_optimizer == "nvme":
         section["nvme_path"] = plan.hardware.nvme_path
@@ -79,7 +79,7 @@ def _offload_optimizer(strategy: Strategy, plan: Plan) -> dict[str, Any]:
     return section
 
 
-def _offload_param(strategy: Strategy, plan: Plan) -> dict[str, Any]:
+def _offload_param(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
     section: dict[str, Any] = {"device": strategy.offload_param, "pin_memory": True}
     if strategy.offload_param == "nvme":
         section["nvme_path"] = plan.hardware.nvme_path

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
-from ..plan import Plan
+from ..plan_data import PlanData
 
 TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
 
 
-def launch_arguments(plan: Plan, *, directory: str = ".") -> list[str]:
+def launch_arguments(plan: PlanData, *, directory: str = ".") -> list[str]:
     """Return the exact command that starts training on one node, run from anywhere.
 
     Accelerate starts a single process for MULTI_CPU, so plain data parallelism over CPU ranks uses torchrun.
@@ -20,7 +20,7 @@ def launch_arguments(plan: Plan, *, directory: str = ".") -> list[str]:
     return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
 
 
-def _training_module_arguments(plan: Plan, directory: str) -> list[str]:
+def _training_module_arguments(plan: PlanData, directory: str) -> list[str]:
     arguments = [
         TRAINING_MODULE,
         "--model",
@@ -40,7 +40,7 @@ def _training_module_arguments(plan: Plan, directory: str) -> list[str]:
     return arguments
 
 
-def launch_script(plan: Plan, header: str) -> str:
+def launch_script(plan: PlanData, header: str) -> str:
     """Return `launch.sh`: the launch line, with the user's arguments appended."""
     words = launch_arguments(plan, directory="@DIRECTORY@")
     line = " ".join(
@@ -59,7 +59,7 @@ def launch_script(plan: Plan, header: str) -> str:
     return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
 
 
-def slurm_script(plan: Plan, header: str) -> str:
+def slurm_script(plan: PlanData, header: str) -> str:
     """Return `launch.sbatch`: one `accelerate launch` per node, its rank taken from SLURM."""
     hardware = plan.hardware
     return (
@@ -77,7 +77,7 @@ def slurm_script(plan: Plan, header: str) -> str:
     )
 
 
-def hostfile(plan: Plan) -> str:
+def hostfile(plan: PlanData) -> str:
     """Return the hostfile of DeepSpeed's own multi-node launchers, with placeholder names."""
     lines = [f"node-{index} slots={plan.hardware.gpus_per_node}" for index in range(plan.hardware.nodes)]
     return "\n".join(lines) + "\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan import Plan
+from ..plan_data import PlanData
 
 
-def training_arguments(plan: Plan) -> dict[str, Any]:
+def training_arguments(plan: PlanData) -> dict[str, Any]:
     """Return the keys of `TrainingArguments` that the plan decides; everything else stays the user's.
 
     With FSDP2 and accumulation the Trainer would leave gradients unsharded between micro-batches
