@@ -20,7 +20,6 @@ Attention = Literal["auto", "fused", "masked", "math"]
 
 DATA_FILE = "activations.json"
 CHUNKED_LOSS_TOKENS = 1024
-NORM_BACKWARD_HIDDEN_COPIES = 8
 
 
 class UnknownFamilyError(ShardwrightError):
@@ -186,15 +185,17 @@ def estimate_activations(
 def _with_chunked_loss(
     estimate: ActivationEstimate, table: Mapping[str, Any], dimensions: Dimensions, tokens: int, mode: Mode
 ) -> ActivationEstimate:
-    """Head and loss chunk by chunk, each chunk's gradient taken at once; the hidden gradient is kept instead."""
+    """Head and loss chunk by chunk, each chunk's gradient taken at once: only the hidden gradient is kept."""
     features = feature_values(dimensions, micro_batch_size=1, seq_len_tokens=CHUNKED_LOSS_TOKENS)
     chunk = evaluate_table(table, features, estimate.source)
+    headless = feature_values(replace(dimensions, vocab_size=0), micro_batch_size=1, seq_len_tokens=tokens)
+    norm_backward = evaluate_table(table, headless, estimate.source).loss_backward_peak_bytes
     hidden_gradient = tokens * dimensions.hidden_size * (2 if mode == "bf16" else 4)
     peak = max(chunk.loss_forward_peak_bytes, chunk.loss_backward_peak_bytes)
     return replace(
         estimate,
         loss_forward_peak_bytes=peak + hidden_gradient,
         loss_kept_bytes=hidden_gradient,
-        loss_backward_peak_bytes=NORM_BACKWARD_HIDDEN_COPIES * hidden_gradient,
+        loss_backward_peak_bytes=hidden_gradient + norm_backward,
         source=f"{estimate.source}; loss in chunks of {CHUNKED_LOSS_TOKENS} tokens",
     )

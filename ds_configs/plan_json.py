@@ -35,7 +35,7 @@ def plan_to_dict(plan: PlanData) -> dict[str, Any]:
             "step_time": None,
             "reason": plan.chosen.reason,
         },
-        "rejected": [_rejected_dict(candidate) for candidate in plan.rejected],
+        "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
     }
@@ -72,7 +72,8 @@ def _host_dict(memory: MemoryEstimate) -> dict[str, Any]:
     return host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node}
 
 
-def _rejected_dict(candidate: Evaluated) -> dict[str, Any]:
+def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
+    """Return a layout that was not taken as JSON values."""
     return {
         "strategy": strategy_dict(candidate.strategy),
         "reason": candidate.reason,

@@ -84,6 +84,9 @@ def _kinds(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, *, traced
     yield _more_accelerators(hardware, job)
     yield _larger_accelerators(hardware, job)
     yield _more_host_memory(hardware, job)
+    if not traced:
+        yield _smallest_adapters(hardware, job)
+    yield _other_clusters(job)
 
 
 def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
@@ -144,6 +147,27 @@ def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[C
     for name in sorted(larger, key=lambda gpu: float(gpu_catalog()[gpu]["usable_gib"])):
         candidate = parse_hardware(f"{prefix}{hardware.gpus_per_node}x{name}")
         yield f"--hardware {candidate.name}", candidate, job
+
+
+def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    """QLoRA with chunked loss and a shorter sequence, all at once."""
+    length = job.seq_len_tokens
+    while length >= _SHORTEST_SEQUENCE:
+        small = replace(job, method="qlora", loss="chunked", seq_len_tokens=length, strategy="auto", offload="auto")
+        yield f"--method qlora --loss chunked --seq-len {length}", hardware, small
+        length //= 2
+
+
+def _other_clusters(job: TrainingJob) -> Iterator[Change]:
+    """The smallest cluster of another kind, by total accelerator memory."""
+    sizes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8)]
+    kinds = {name: float(entry["usable_gib"]) for name, entry in gpu_catalog().items() if name != "CPU"}
+    clusters = [
+        (nodes * gpus * memory, f"{nodes}x{gpus}x{kind}") for nodes, gpus in sizes for kind, memory in kinds.items()
+    ]
+    for _, name in sorted(clusters):
+        short = name.removeprefix("1x")
+        yield f"--hardware {short}", parse_hardware(short), job
 
 
 def _more_host_memory(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:

@@ -44,13 +44,13 @@ def parse_bytes(text: str, *, where: str = "size") -> int:
 
 
 def gigabytes(count: float) -> str:
-    """Return `count` bytes in GB (10⁹) with one decimal, or three significant digits below 1 GB.
+    """Return `count` bytes in GB (10⁹) with one decimal, or three below 1 GB.
 
     >>> gigabytes(96_234_000_000)
     '96.2'
     """
     value = count / 10**9
-    return f"{value:.1f}" if value >= 1 else f"{value:.3g}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.3f}"
 
 
 def human_count(count: int) -> str:

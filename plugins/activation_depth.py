@@ -26,14 +26,17 @@ def stack_depths(config: Mapping[str, Any], depth: int | None = None) -> dict[st
 
     Defaults of the config class count: a `config.json` may leave its depth out.
     """
-    import transformers
-
-    raw = {key: value for key, value in config.items() if key != "auto_map"}
-    full = transformers.AutoConfig.for_model(**raw).to_dict()
-    found = _depths(full, "")
+    found = _depths(_with_defaults(config), "")
     if not found:
         raise ValueError(f"config of model_type {config.get('model_type')!r} states no number of layers")
     return {name: depth or value for name, value in found.items()}
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    full: dict[str, Any] = AutoConfig.for_model(**_copy(config)).to_dict()
+    return full
 
 
 def _depths(config: Mapping[str, Any], prefix: str) -> dict[str, int]:
@@ -49,7 +52,7 @@ def _depths(config: Mapping[str, Any], prefix: str) -> dict[str, int]:
 
 def at_depth(config: Mapping[str, Any], depths: Mapping[str, int]) -> dict[str, Any]:
     """Returns the config with the given depths and layers of one kind."""
-    changed = _copy(config)
+    changed, defaults = _copy(config), _with_defaults(config)
     for path, depth in depths.items():
         *parents, key = path.split(".")
         place = changed
@@ -58,7 +61,7 @@ def at_depth(config: Mapping[str, Any], depths: Mapping[str, int]) -> dict[str, 
         place[key] = depth
         if isinstance(place.get("layer_types"), list):
             place["layer_types"] = place["layer_types"][:depth]
-        place.update({name: value for name, value in UNIFORM.items() if name in place})
+    changed |= {name: value for name, value in UNIFORM.items() if name in defaults}
     return changed
 
 

@@ -39,8 +39,7 @@ class Tracer:
 
     def build(self, depths: Mapping[str, int]) -> nn.Module:
         """Builds the model class that the config names, on fake tensors."""
-        raw = at_depth(self.config, depths)
-        config = transformers.AutoConfig.for_model(**{**raw, "model_type": self.config["model_type"]})
+        config = transformers.AutoConfig.for_model(**at_depth(self.config, depths))
         _prepare(config)
         names = config.architectures or []
         found = getattr(transformers, names[0], None) if names else None
@@ -212,9 +211,8 @@ def extrapolate(near: ActivationEstimate, far: ActivationEstimate, steps: tuple[
 def _keep_layers(rand: Any) -> Any:
     """Lets LayerDrop (BART, Whisper) keep every layer: a fake random scalar cannot be compared."""
 
-    def draw(*size: Any, **options: Any) -> torch.Tensor:
-        drawn: torch.Tensor = torch.tensor(1.0) if size == ([],) else rand(*size, **options)
-        return drawn
+    def draw(*size: Any, **options: Any) -> Any:
+        return 1.0 if size == ([],) else rand(*size, **options)
 
     return draw
 
@@ -222,8 +220,10 @@ def _keep_layers(rand: Any) -> Any:
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Traces what the request asks for; a model that cannot be traced is an answer with `error`."""
     logging.set_verbosity_error()
-    # transformers 5.17 takes fake tensors for a compiler's trace and then builds masks that training never has.
+    # transformers 5.17 takes fake tensors for a compiler's trace and then builds masks that training on
+    # unpadded batches never has; values of fake masks cannot be read.
     masking_utils.is_tracing = lambda *_: False
+    masking_utils.fast_all = lambda _: True
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     torch.rand = _keep_layers(torch.rand)
     tracer = Tracer(request["config"], request["micro_batch_size"], request["mode"])

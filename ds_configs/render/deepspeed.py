@@ -27,6 +27,10 @@ def deepspeed_config(plan: PlanData) -> dict[str, Any]:
     if job.precision == "fp16":
         config["fp16"] = {"enabled": "auto"}
         del config["bf16"]
+    if strategy.offload_optimizer != "none":
+        # Accelerate would do the same unasked; written down, it is a decision: only optimizers with a CPU kernel of the
+        # same arithmetic reach this point (rule offloaded_optimizer_has_cpu_kernel).
+        config["zero_force_ds_cpu_optimizer"] = True
     if strategy.zero.gradient_accumulation_fp32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if "nvme" in (strategy.offload_optimizer, strategy.offload_param):

@@ -1,0 +1,5 @@
+"""`python -m shardwright`."""
+
+from .cli.main import main
+
+main()

@@ -1,0 +1,5 @@
+"""`python -m shardwright.cli`."""
+
+from .main import main
+
+main()

@@ -1,0 +1,58 @@
+"""`shardwright env`: what to paste into a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+
+def env_command(*, format: Literal["human", "json"] = "human") -> int:
+    """Print versions, hardware and build tools, without secrets.
+
+    Parameters
+    ----------
+    format
+        human or json; json prints one object on stdout.
+    """
+    facts = environment_facts()
+    if format == "json":
+        print(json.dumps({"schema_version": 1} | facts, indent=2))
+        return 0
+    for name, value in facts.items():
+        shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
+        print(f"- {name}: {shown}")
+    return 0
+
+
+def environment_facts() -> dict[str, Any]:
+    """Return what a report needs: system, libraries, accelerators, memory, and what DeepSpeed's builds need."""
+    import psutil
+    import torch
+
+    from ..plugins.planning import installed_versions
+
+    accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), "none found")
+    default_config = Path.home() / ".cache/huggingface/accelerate/default_config.yaml"
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "versions": dict(installed_versions()),
+        "accelerators": ", ".join(accelerators) or "none",
+        "cpu_cores": os.cpu_count(),
+        "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cxx_compiler": compiler,
+        "libaio": "found" if _has_libaio() else "not found; NVMe offload needs libaio-dev",
+        "accelerate_default_config": "present, but plans never read it" if default_config.exists() else "none",
+    }
+
+
+def _has_libaio() -> bool:
+    """Whether the header that DeepSpeed's async_io build includes is installed."""
+    roots = ("/usr/include", "/usr/local/include", str(Path(sys.prefix) / "include"))
+    return any((Path(root) / "libaio.h").exists() for root in roots)

@@ -1,0 +1,88 @@
+"""`shardwright explain`: a written plan phase by phase, or the meaning of one term, strategy or rule."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.plan import Plan
+from ..ds_configs.reasons import display_name
+from ..ds_configs.rules import RULES
+from ..ds_configs.terms import TERM_MEANINGS
+
+
+def explain_command(subject: str, *, format: Literal["human", "json"] = "human") -> int:
+    """Explain a plan that was written, or what a memory term or a rule means.
+
+    Examples: shardwright explain plan/ ; shardwright explain gathered_parameters
+
+    Parameters
+    ----------
+    subject
+        Directory or plan.json of a plan, a memory term, or a rule.
+    format
+        human or json; json prints one object on stdout.
+    """
+    name = subject.strip().lower().replace(" ", "_").replace("-", "_")
+    meanings = _meanings()
+    if not Path(subject).exists() and name in meanings:
+        if format == "json":
+            print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))
+        else:
+            print(f"{name}: {meanings[name]}")
+        return 0
+    if not Path(subject).exists():
+        near = get_close_matches(name, list(meanings), n=3, cutoff=0.5)
+        fix = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(meanings)}"
+        raise UsageError(Fault(where="subject", value=subject, rule="is no plan, memory term or rule", fix=fix))
+    plan = Plan.load(subject)
+    if format == "json":
+        print(json.dumps(_plan_explained(plan), indent=2))
+    else:
+        _show(plan)
+    return 0
+
+
+def _meanings() -> dict[str, str]:
+    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
+    return dict(TERM_MEANINGS) | rules
+
+
+def _plan_explained(plan: Plan) -> dict[str, object]:
+    gpu = plan.chosen.memory.gpu
+    return {
+        "schema_version": 1,
+        "model": plan.model.name,
+        "strategy": plan.chosen.strategy.label,
+        "reason": plan.chosen.reason,
+        "phases": gpu.phases,
+        "terms": {name: {"bytes": count, "meaning": TERM_MEANINGS[name]} for name, count in gpu.terms.items()},
+        "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
+    }
+
+
+def _show(plan: Plan) -> None:
+    from rich.table import Table
+
+    from ..ds_configs.units import gigabytes
+    from .show import console, memory_bar
+
+    out = console()
+    gpu = plan.chosen.memory.gpu
+    out.print(f"[bold]{display_name(plan.chosen.strategy)}[/bold] for {plan.model.name} on {plan.hardware.name}")
+    out.print(plan.chosen.reason)
+    out.print(memory_bar(gpu))
+    phases = ", ".join(f"{name} {gigabytes(count)}" for name, count in gpu.phases.items())
+    out.print(f"Tensors by phase, GB: {phases}. The largest decides.")
+    table = Table(title=f"Terms of the {gpu.phase} phase", title_justify="left", box=None, pad_edge=False)
+    for column in ("term", "GB", "what it is"):
+        table.add_column(column, justify="right" if column == "GB" else "left")
+    for name, count in sorted(gpu.terms.items(), key=lambda item: -item[1]):
+        table.add_row(name.replace("_", " "), gigabytes(count), TERM_MEANINGS[name])
+    out.print(table)
+    out.print("[bold]Why not another layout[/bold]")
+    for other in plan.rejected:
+        out.print(f"- {other.reason}")

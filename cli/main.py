@@ -1,0 +1,86 @@
+"""Entry point of the `shardwright` command: dispatch, exit codes, and how errors are shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from cyclopts import App, CycloptsError
+
+from .. import __version__
+from ..ds_configs.errors import FaultsError, ShardwrightError
+
+_COMMANDS = {
+    "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
+    "check": ("check_command:check_command", "Find every fault in DeepSpeed JSON and Accelerate YAML files."),
+    "explain": ("explain:explain_command", "Explain a written plan, or one term, strategy or rule."),
+    "configs": ("configs:app", "List the ready-made configurations, or copy one."),
+    "env": ("env:env_command", "Print versions and hardware to paste into a report."),
+    "schema": ("schema:schema_command", "Print the JSON schema of the files that Shardwright reads and writes."),
+    "demo": ("demo:demo_command", "Plan a model, then really train a small one on two CPU ranks."),
+}
+
+
+def build_app() -> App:
+    """Return the command line application; the modules of its commands load when they are called."""
+    app = App(
+        name="shardwright",
+        help="Plans DeepSpeed and Accelerate training, proves the plan, and runs it.",
+        version=__version__,
+        result_action="return_value",
+    )
+    for name, (target, summary) in _COMMANDS.items():
+        app.command(f"{__package__}.{target}", name=name, help=summary)
+    return app
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 does not fit, 4 refused input."""
+    try:
+        result = build_app()(list(arguments), exit_on_error=False, print_error=False)
+        return result if isinstance(result, int) else 0
+    except CycloptsError as error:
+        return _report(2, str(error).strip() or type(error).__name__, arguments)
+    except ShardwrightError as error:
+        if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
+            raise
+        return _report(error.exit_code, str(error), arguments, error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of stdout left (`| head`); a second flush at exit would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _report(code: int, message: str, arguments: Sequence[str], error: ShardwrightError | None = None) -> int:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    if _wants_json(arguments):
+        faults = error.faults if isinstance(error, FaultsError) else ()
+        listed = [{"where": f.where, "value": _plain(f.value), "rule": f.rule, "fix": f.fix} for f in faults]
+        print(json.dumps({"schema_version": 1, "error": {"exit_code": code, "message": message, "faults": listed}}))
+    return code
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | bool) or value is None else repr(value)
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    words = list(arguments)
+    return "--format=json" in words or ("--format", "json") in zip(words, words[1:], strict=False)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Console script."""
+    signal.signal(signal.SIGTERM, _terminate)
+    raise SystemExit(run(sys.argv[1:]))

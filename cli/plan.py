@@ -1,0 +1,191 @@
+"""`shardwright plan`: choose a strategy, explain it, write its files."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.hardware import HardwareSpec
+from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch
+from ..ds_configs.plan import Plan, PlanDoesNotFitError
+from ..ds_configs.plan_json import plan_to_dict, rejected_dict
+from .settings import PlanSettings, ResolvedSettings, job_from_settings, resolve_settings
+
+
+def plan_command(
+    model: str,
+    *,
+    hardware: str | None = None,
+    host_memory: str | None = None,
+    nvme: str | None = None,
+    seq_len: int | None = None,
+    micro_batch_size: int | Literal["auto"] | None = None,
+    global_batch_size: int | None = None,
+    num_processes: int | None = None,
+    precision: Precision | None = None,
+    optimizer: str | None = None,
+    method: Method | None = None,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
+    gradient_checkpointing: Switch | None = None,
+    strategy: StrategyName | None = None,
+    offload: OffloadName | None = None,
+    loss: LossImplementation | None = None,
+    teacher: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: Annotated[bool, Parameter(negative="")] = False,
+    config: Path | None = None,
+    output_dir: Path | None = None,
+    force: Annotated[bool, Parameter(negative="")] = False,
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    format: Literal["human", "json"] = "human",
+) -> int:
+    """Choose the ZeRO stage (or FSDP2, or DDP) for a model on some hardware, with the reason and the memory.
+
+    Example: shardwright plan meta-llama/Llama-3.1-8B --hardware 8xA100-80GB --output-dir plan
+
+    Parameters
+    ----------
+    model
+        Hub id, local directory, or config.json. Only config.json and safetensors headers are read.
+    hardware
+        [[NODESx]GPUSx]GPU such as 8xA100-80GB or 4x8xH100-80GB, a YAML file, or local.
+    host_memory
+        Memory of one node, such as 1TB. Default: a common server's, said in the plan.
+    nvme
+        NVMe of one node as PATH:SIZE, such as /local_nvme:3.5TB. Default: none.
+    seq_len
+        Tokens of one training sequence. Default 4096.
+    micro_batch_size
+        Sequences of one forward pass on one rank, or auto. Default auto.
+    global_batch_size
+        Sequences of one optimizer step over all ranks. Default: one micro-batch on each rank.
+    num_processes
+        Accelerators, when the hardware names only their kind.
+    precision
+        Compute precision; bf16 and fp16 keep fp32 master weights. Default bf16.
+    optimizer
+        A name of the Trainer's optim. Default adamw_torch_fused.
+    method
+        Full training, LoRA, or QLoRA. Default full.
+    lora_rank
+        Rank of the LoRA matrices. Default 16.
+    lora_targets
+        Module names separated by commas, or all-linear. Default all-linear.
+    gradient_checkpointing
+        Recompute each layer in the backward pass. Default auto.
+    strategy
+        Engine and stage. Default auto.
+    offload
+        none, cpu (optimizer), cpu-all (and parameters) or nvme. Default auto.
+    loss
+        chunked never materialises the logits of all tokens. Default eager.
+    teacher
+        A frozen second model for distillation.
+    revision
+        Branch, tag or commit of a Hub model; the plan pins the commit.
+    trust_remote_code
+        Has no effect here: planning never runs a model's own code.
+    config
+        YAML file with any of these settings; flags win.
+    output_dir
+        Directory for the files of the plan.
+    force
+        Replace the files of an earlier plan in the output directory.
+    dry_run
+        Show the resolved settings and the plan, write nothing.
+    format
+        human or json; json prints one object on stdout.
+    """
+    flags = {name: value for name, value in locals().items() if name in PlanSettings.model_fields}
+    if trust_remote_code:
+        _note("--trust-remote-code has no effect here: planning never runs a model's own code")
+    settings = resolve_settings(flags, file=config)
+    as_json = format == "json"
+    if dry_run and not as_json:
+        _show_settings(settings)
+    try:
+        plan = _make_plan(model, settings.values)
+    except PlanDoesNotFitError as error:
+        if as_json:
+            print(json.dumps(_does_not_fit(error), indent=2))
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+            return error.exit_code
+        raise
+    written = [] if output_dir is None or dry_run else plan.write(output_dir, force=force)
+    if as_json:
+        print(json.dumps(plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}))
+        return 0
+    from .show import show_plan
+
+    show_plan(plan, output_dir if written else None)
+    return 0
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _make_plan(model: str, settings: PlanSettings) -> Plan:
+    from ..plugins.models import load_model
+    from ..plugins.planning import plan
+
+    cluster = _hardware(settings)
+    teacher = load_model(settings.teacher).spec if settings.teacher else None
+    loaded = load_model(model, revision=settings.revision)
+    return plan(loaded, cluster, job_from_settings(settings, teacher), notify=_note)
+
+
+def _hardware(settings: PlanSettings) -> HardwareSpec:
+    from ..plugins.planning import read_hardware
+
+    text = settings.hardware
+    if text is None:
+        raise UsageError(
+            Fault(where="hardware", rule="is missing", fix="give --hardware, such as 8xA100-80GB, or local")
+        )
+    wanted = settings.num_processes
+    if wanted is not None and wanted > 0 and not re.match(r"\d+x", text) and not text.endswith((".yaml", ".yml")):
+        text = text if text == "local" else f"{wanted}x{text}"
+    cluster = read_hardware(text, host_memory=settings.host_memory, nvme=settings.nvme)
+    if wanted is not None and wanted != cluster.world_size:
+        raise UsageError(
+            Fault(
+                where="num_processes",
+                value=wanted,
+                rule=f"must equal the {cluster.world_size} accelerators of {cluster.name}",
+                fix="leave it out",
+            )
+        )
+    return cluster
+
+
+def _does_not_fit(error: PlanDoesNotFitError) -> dict[str, object]:
+    return {
+        "schema_version": 1,
+        "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0]},
+        "chosen": None,
+        "rejected": [rejected_dict(candidate) for candidate in error.tried],
+        "would_fit": [
+            {
+                "change": suggestion.change,
+                "strategy": suggestion.strategy,
+                "high_bytes": suggestion.high_bytes,
+                "capacity_bytes": suggestion.capacity_bytes,
+            }
+            for suggestion in error.suggestions
+        ],
+    }
+
+
+def _show_settings(settings: ResolvedSettings) -> None:
+    from .show import show_settings
+
+    show_settings(settings.values.model_dump(), settings.origins)

@@ -1,0 +1,121 @@
+"""Settings of `plan` from defaults, a YAML file, the environment and flags, in that order of precedence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch, TrainingJob
+from ..ds_configs.model import ModelSpec
+
+ENVIRONMENT_PREFIX = "SHARDWRIGHT_"
+_NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG"})
+
+
+class PlanSettings(BaseModel):
+    """Every setting of `shardwright plan`, as its YAML file may state them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    hardware: str | None = Field(None, description="8xA100-80GB, 4x8xH100-80GB, a YAML file, or local")
+    host_memory: str | None = Field(None, description="memory of one node, such as 1TB")
+    nvme: str | None = Field(None, description="NVMe of one node as PATH:SIZE")
+    seq_len: int = Field(4096, description="tokens of one training sequence")
+    micro_batch_size: int | Literal["auto"] = Field("auto", description="sequences of one forward pass on one rank")
+    global_batch_size: int | None = Field(None, description="sequences of one optimizer step over all ranks")
+    num_processes: int | None = Field(None, description="accelerators, when the hardware names only their kind")
+    precision: Precision = Field("bf16", description="compute precision")
+    optimizer: str = Field("adamw_torch_fused", description="a name of the Trainer's optim")
+    method: Method = Field("full", description="full training, LoRA or QLoRA")
+    lora_rank: int = Field(16, description="rank of the LoRA matrices")
+    lora_targets: str = Field("all-linear", description="module names separated by commas, or all-linear")
+    gradient_checkpointing: Switch = Field("auto", description="recompute each layer in the backward pass")
+    strategy: StrategyName = Field("auto", description="engine and stage to use")
+    offload: OffloadName = Field("auto", description="where optimizer states and parameters may live")
+    loss: LossImplementation = Field("eager", description="chunked never materialises all logits")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
+    teacher: str | None = Field(None, description="a frozen second model for distillation")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedSettings:
+    """Settings with where each value came from."""
+
+    values: PlanSettings
+    """The merged settings."""
+    origins: Mapping[str, str]
+    """`default`, `file`, `environment` or `flag`, by setting."""
+
+
+def resolve_settings(
+    flags: Mapping[str, Any], *, file: Path | None, environment: Mapping[str, str] | None = None
+) -> ResolvedSettings:
+    """Merge the sources of settings; a flag of `None` was not given.
+
+    Raises:
+        UsageError: unknown keys or values of a wrong kind, all together.
+    """
+    merged: dict[str, Any] = {}
+    origins = dict.fromkeys(PlanSettings.model_fields, "default")
+    sources: list[tuple[str, Mapping[str, Any]]] = []
+    if file is not None:
+        from ..plugins.planning import read_yaml_mapping
+
+        sources.append(("file", read_yaml_mapping(file, what="config")))
+    sources.append(("environment", _from_environment(os.environ if environment is None else environment)))
+    sources.append(("flag", {name: value for name, value in flags.items() if value is not None}))
+    for origin, values in sources:
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            merged[name] = value
+            origins[name] = origin
+    try:
+        return ResolvedSettings(values=PlanSettings.model_validate(merged), origins=origins)
+    except ValidationError as error:
+        raise UsageError([_fault(detail, origins) for detail in error.errors()]) from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_SETTINGS:
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        values[name] = int(text) if text.isascii() and text.isdigit() else text
+    return values
+
+
+def _fault(detail: Mapping[str, Any], origins: Mapping[str, str]) -> Fault:
+    name = str(detail["loc"][0])
+    where = f"{name} (from {origins.get(name, 'flag')})"
+    if detail["type"] == "extra_forbidden":
+        near = get_close_matches(name, list(PlanSettings.model_fields), n=1, cutoff=0.5)
+        return Fault(where=where, rule="is not a setting", fix=f"did you mean {near[0]}?" if near else "")
+    return Fault(where=where, value=detail["input"], rule=str(detail["msg"]).lower())
+
+
+def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> TrainingJob:
+    """Return the training job that the settings describe."""
+    micro_batch = settings.micro_batch_size
+    return TrainingJob(
+        seq_len_tokens=settings.seq_len,
+        micro_batch_size=None if micro_batch == "auto" else micro_batch,
+        global_batch_size=settings.global_batch_size,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        method=settings.method,
+        lora_rank=settings.lora_rank,
+        lora_targets=tuple(target.strip() for target in settings.lora_targets.split(",") if target.strip()),
+        gradient_checkpointing=settings.gradient_checkpointing,
+        strategy=settings.strategy,
+        offload=settings.offload,
+        loss=settings.loss,
+        teacher=teacher,
+    )

@@ -1,0 +1,122 @@
+"""Human output: plans, settings and findings as tables and bars."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..ds_configs.check import Finding
+from ..ds_configs.memory import GpuMemory
+from ..ds_configs.plan_data import PlanData
+from ..ds_configs.reasons import display_name
+from ..ds_configs.render.launch import launch_arguments
+from ..ds_configs.units import gigabytes, human_count
+
+_COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
+_BAR_WIDTH = 60
+
+
+def console() -> Console:
+    """Return a console on stdout; plain text of a fixed width when that is not a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def show_plan(plan: PlanData, directory: Path | None) -> None:
+    """Print a plan: model, choice, memory bar, terms, rejected layouts, files and launch line."""
+    out = console()
+    model, hardware, chosen = plan.model, plan.hardware, plan.chosen
+    out.print(
+        f"[bold]{model.name}[/bold]  {model.architecture}, {human_count(model.parameter_count)} parameters, "
+        f"on {hardware.world_size} x {hardware.gpu} ({gigabytes(hardware.gpu_bytes)} GB usable each)"
+    )
+    out.print()
+    out.print(Text("Chosen  ", style="bold green") + Text(display_name(chosen.strategy), style="bold"))
+    out.print(chosen.reason)
+    out.print()
+    out.print(memory_bar(chosen.memory.gpu))
+    out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
+    host = chosen.memory.host
+    out.print(
+        f"Host memory {gigabytes(host.peak_bytes_per_node)} of {gigabytes(host.capacity_bytes_per_node)} GB on each node"
+        + (f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB" if host.nvme_bytes_per_node else "")
+        + (" (host memory is a common server's; state yours with --host-memory)" if "host_bytes_per_node" in
+           hardware.assumed else "")
+    )  # fmt: skip
+    out.print()
+    out.print(_rejected_table(plan))
+    if directory is None:
+        out.print("No files written; give --output-dir to write", ", ".join(plan.file_names))
+        return
+    out.print(f"Files in {directory}: {', '.join(plan.file_names)}")
+    out.print("Run on each node:" if hardware.nodes > 1 else "Run:", style="bold")
+    if hardware.nodes > 1:
+        line = [f"{directory}/launch.sh", "MACHINE_RANK", "MAIN_PROCESS_IP"]
+    else:
+        line = launch_arguments(plan, directory=str(directory))
+    Console(soft_wrap=True, highlight=False).print("  " + " ".join(line), markup=False)
+
+
+def memory_bar(gpu: GpuMemory) -> Text:
+    """Return a bar of the accelerator's memory, one colour for each large term, with the interval's end."""
+    scale = max(gpu.capacity_bytes, gpu.high_bytes)
+    bar = Text("[")
+    used = 0
+    for index, (_, count) in enumerate(sorted(gpu.terms.items(), key=lambda item: -item[1])):
+        width = round((used + count) / scale * _BAR_WIDTH) - round(used / scale * _BAR_WIDTH)
+        bar.append("█" * width, style=_COLOURS[index % len(_COLOURS)])
+        used += count
+    high = round(gpu.high_bytes / scale * _BAR_WIDTH) - round(used / scale * _BAR_WIDTH)
+    free = _BAR_WIDTH - round(used / scale * _BAR_WIDTH) - high
+    bar.append("▒" * high, style="dim")
+    bar.append("·" * free + "]")
+    bar.append(
+        f" {gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) "
+        f"of {gigabytes(gpu.capacity_bytes)} GB"
+    )
+    return bar
+
+
+def terms_table(terms: Mapping[str, int], title: str) -> Table:
+    """Return named bytes, largest first, in the bar's colours."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("term")
+    table.add_column("GB", justify="right")
+    for index, (name, count) in enumerate(sorted(terms.items(), key=lambda item: -item[1])):
+        table.add_row(Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), gigabytes(count))
+    table.add_row("together", gigabytes(sum(terms.values())), style="bold")
+    return table
+
+
+def _rejected_table(plan: PlanData) -> Table:
+    table = Table(title="Other layouts", title_justify="left", box=None, pad_edge=False)
+    table.add_column("layout", no_wrap=False, max_width=34)
+    table.add_column("needs up to GB", justify="right")
+    table.add_column("why not")
+    for candidate in plan.rejected:
+        reason = candidate.reason.removeprefix(display_name(candidate.strategy)).strip()
+        table.add_row(display_name(candidate.strategy), gigabytes(candidate.memory.gpu.high_bytes), reason)
+    return table
+
+
+def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Print every setting with where its value came from."""
+    table = Table(title="Settings", title_justify="left", box=None, pad_edge=False)
+    for column in ("setting", "value", "from"):
+        table.add_column(column)
+    for name, value in values.items():
+        table.add_row(name, str(value), origins[name])
+    console().print(table)
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print findings, errors first, each with its place, rule and fix."""
+    out = console()
+    for finding in sorted(findings, key=lambda item: item.kind != "error"):
+        style = "bold red" if finding.kind == "error" else "yellow"
+        out.print(Text(f"{finding.kind}: ", style=style) + Text(str(finding.fault)))

@@ -1,0 +1,48 @@
+"""What each named memory term means and how it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TERM_MEANINGS: Mapping[str, str] = {
+    "weights": "parameters in the dtype that the engine keeps: 4 B under autocast and FSDP2, 2 B in 16-bit DeepSpeed, "
+    "divided by the ranks in stage 3 and FSDP2; frozen weights in compute precision or 4 bit",
+    "secondary_weights": "ZeRO++ hpZ keeps a second shard within the node: 16-bit weights / hpz_partition_size",
+    "master_weights": "fp32 copy that the DeepSpeed optimizer steps: 4 B of trainable elements / ranks",
+    "gradients": "gradients as they live in that phase, whole or divided by the ranks",
+    "fp32_gradients": "fp32 copy of 16-bit gradients during the step; in stage 3 one sub-group at a time",
+    "gradient_buckets": "DDP's reduction buckets, as large as all gradients, kept beside them",
+    "optimizer_states": "Adam: 8 B of trainable elements (fp32 moments), divided by the ranks from stage 1 on",
+    "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stages 1 and 2 the flattened "
+    "16-bit gradients live beside their fp32 copy",
+    "offload_staging": "two buffers of the largest tensor through which gradients leave for the host",
+    "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
+    "reduce_bucket": "the one persistent bucket of stage 3: reduce_bucket_size elements",
+    "reduce_copy": "the flattened copy that a reduction makes of its bucket",
+    "gathered_parameters": "parameters gathered for use: the current unit, those prefetched, those kept for reuse",
+    "prefetch_copies": "a coalesced gather holds its flat buffer and each tensor's copy at once",
+    "persistent_parameters": "tensors of at most stage3_param_persistence_threshold elements, on every rank",
+    "module_gradients": "full gradients of the gathered unit before they enter the bucket",
+    "unit_gradients": "FSDP2: unsharded gradients of a unit and their reduce-scatter input",
+    "activations": "layers * bytes kept per layer, traced; with checkpointing the layers' inputs",
+    "autocast_weight_copies": "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
+    "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
+    "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak",
+    "dequantized_weight": "the largest 4-bit weight, expanded for one product",
+    "teacher_weights": "the frozen teacher in compute precision, divided by the ranks where parameters are sharded",
+    "teacher_logits": "the teacher's logits and their fp32 log-probabilities",
+    "model_buffers": "rotary tables and other fp32 buffers, on every rank",
+    "allocator_fragmentation": "reserved beyond allocated: 3.8 % expected, 0.7 % to 9.3 % in the interval",
+    "runtime_context": "CUDA context, kernels and workspaces: 0.6 GB expected, 0.35 to 1.0 GB in the interval",
+    "communicators": "NCCL buffers: 0.4 GB for each communicator expected, 0.15 to 0.7 GB in the interval",
+    "processes": "resident memory of the Python processes of a node: 3 GB each",
+    "checkpoint_loading": "what from_pretrained holds on one node while the weights are read",
+    "offloaded_master_weights": "fp32 master weights in host memory: 4 B of trainable elements / ranks",
+    "offloaded_optimizer_states": "optimizer states in host memory",
+    "offloaded_gradients": "gradients on their way to and in the CPU optimizer",
+    "offloaded_parameters": "parameter shards in host memory",
+    "pinned_rounding": "torch rounds each pinned block up to a power of two",
+    "nvme_optimizer_buffers": "pinned buffers: buffer_count * 4 B * the largest sub-group shard",
+    "nvme_parameter_buffers": "pinned buffers: buffer_count * buffer_size in compute precision",
+}
+"""One sentence for each term, by name."""

@@ -1,0 +1,294 @@
+"""Activation bytes: stored coefficients against hand counts, real CPU runs, public hooks and fake traces."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.activations import (
+    CHUNKED_LOSS_TOKENS,
+    ActivationEstimate,
+    Adapter,
+    Mode,
+    UnknownFamilyError,
+    attention_path,
+    estimate_activations,
+    load_coefficients,
+)
+from shardwright.ds_configs.dimensions import Dimensions
+from shardwright.plugins import activation_request
+from shardwright.plugins.activation_families import FAMILIES, Shape, build_inputs, build_subject, sample_shapes
+from shardwright.plugins.activation_meter import saved_storages
+from shardwright.plugins.activation_request import ActivationTraceError, trace_model
+from shardwright.plugins.activation_run import run_training_step
+
+LLAMA_8B = Dimensions(
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+)
+LLAMA_8B_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+BYTES = [
+    name
+    for name in asdict(
+        estimate_activations(family="llama", dimensions=LLAMA_8B, micro_batch_size=1, seq_len_tokens=8, mode="bf16")
+    )
+    if name.endswith("bytes") or name.endswith("per_layer")
+]
+
+
+def estimate(family: str, shape: Shape, mode: Mode, adapter: Adapter = "none", **options: Any) -> ActivationEstimate:
+    return estimate_activations(
+        family=family,
+        dimensions=shape.dimensions,
+        micro_batch_size=shape.micro_batch_size,
+        seq_len_tokens=shape.seq_len_tokens,
+        mode=mode,
+        adapter=adapter,
+        lora_rank=shape.lora_rank,
+        **options,
+    )
+
+
+def fresh_shape(family: str, adapter: Adapter = "none") -> Shape:
+    """A shape that the derivation does not use, deeper and longer than any of its shapes."""
+    shape = sample_shapes(family, 3, adapter=adapter, seed=77)[-1]
+    return replace(shape, dimensions=replace(shape.dimensions, num_layers=5), seq_len_tokens=37)
+
+
+def test_llama_layer_equals_the_hand_count() -> None:
+    """Two RMSNorms (float32 input, bf16 normed, bf16 scaled, rsqrt), q k v out and log-sum-exp, four MLP tensors."""
+    size, tokens = LLAMA_8B, 2 * 4096
+    norms = 2 * (4 + 2 + 2) * size.hidden_size + 2 * 4
+    attention = 2 * (2 * size.query_size + 2 * size.key_value_size) + 4 * size.num_attention_heads
+    mlp = 4 * 2 * size.intermediate_size
+    result = estimate_activations(family="llama", dimensions=size, micro_batch_size=2, seq_len_tokens=4096, mode="bf16")
+    assert result.saved_bytes_per_layer == tokens * (norms + attention + mlp)
+    assert result.checkpointed_bytes_per_layer == tokens * 2 * size.hidden_size
+
+
+def test_loss_takes_twelve_bytes_per_logit_at_its_peak() -> None:
+    """Logits 2 + float32 copy 4 + log-probabilities 4 forward; log-probabilities and two gradients of 4 backward."""
+    result = estimate_activations(
+        family="llama", dimensions=LLAMA_8B, micro_batch_size=1, seq_len_tokens=4096, mode="bf16"
+    )
+    logits = 4096 * LLAMA_8B.vocab_size
+    assert result.loss_forward_peak_bytes == pytest.approx(10 * logits, rel=1e-3)
+    assert result.loss_kept_bytes == pytest.approx(4 * logits, rel=1e-3)
+    assert result.loss_backward_peak_bytes == pytest.approx(12 * logits, rel=1e-3)
+
+
+@given(
+    batch=st.integers(1, 64),
+    length=st.integers(8, 32768),
+    mode=st.sampled_from(get_args(Mode)),
+    attention=st.sampled_from(["fused", "masked"]),
+)
+def test_bytes_grow_in_proportion_to_the_batch(batch: int, length: int, mode: Mode, attention: Any) -> None:
+    one, two = (
+        estimate_activations(
+            family="llama",
+            dimensions=LLAMA_8B,
+            micro_batch_size=size,
+            seq_len_tokens=length,
+            mode=mode,
+            attention=attention,
+        )
+        for size in (batch, 2 * batch)
+    )
+    assert two.saved_bytes_per_layer == 2 * one.saved_bytes_per_layer
+    assert two.checkpointed_bytes_per_layer == 2 * one.checkpointed_bytes_per_layer
+    for name in BYTES:
+        # Rotary tables, position numbers and scalars do not depend on the batch.
+        shared = 64 + length * (16 + 8 * LLAMA_8B.head_dim)
+        assert abs(getattr(two, name) - 2 * getattr(one, name)) <= shared
+
+
+def test_chunked_loss_no_longer_grows_with_logits() -> None:
+    whole, chunked = (
+        estimate_activations(
+            family="llama",
+            dimensions=LLAMA_8B,
+            micro_batch_size=4,
+            seq_len_tokens=8192,
+            mode="bf16",
+            chunked_loss=chunked,
+        )
+        for chunked in (False, True)
+    )
+    hidden_gradient = 4 * 8192 * 4096 * 2
+    chunk_logits = CHUNKED_LOSS_TOKENS * LLAMA_8B.vocab_size
+    assert chunked.loss_kept_bytes == hidden_gradient
+    assert chunked.loss_forward_peak_bytes == pytest.approx(12 * chunk_logits + hidden_gradient, rel=1e-3)
+    assert chunked.saved_bytes_per_layer == whole.saved_bytes_per_layer
+
+
+def test_float32_with_grouped_heads_is_taken_for_math_attention() -> None:
+    multi_head = replace(LLAMA_8B, num_key_value_heads=32)
+    assert attention_path(LLAMA_8B, "fp32", "auto") == "math"
+    assert attention_path(multi_head, "fp32", "auto") == "fused"
+    assert attention_path(LLAMA_8B, "bf16", "auto") == "fused"
+    assert attention_path(LLAMA_8B, "bf16", "masked") == "masked"
+
+
+def test_unknown_families_and_modes_name_what_is_stored() -> None:
+    with pytest.raises(UnknownFamilyError, match=r"family = 'mamba'.*llama.*trace the model"):
+        estimate_activations(family="mamba", dimensions=LLAMA_8B, micro_batch_size=1, seq_len_tokens=8, mode="bf16")
+
+
+def test_every_family_is_stored_with_every_mode() -> None:
+    tables = load_coefficients()["tables"]
+    assert set(tables) == set(FAMILIES)
+    for family in FAMILIES:
+        assert set(tables[family]) == set(get_args(Mode))
+
+
+def test_the_planning_module_imports_no_torch() -> None:
+    code = (
+        "import sys, shardwright.ds_configs.activations as a; a.load_coefficients(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mixtral"])
+def test_stored_coefficients_are_those_of_the_installed_libraries(family: str) -> None:
+    from shardwright.plugins.activation_fit import derive_table
+
+    derived = derive_table(family, mode="bf16", adapter="none", attention="fused")
+    assert derived == load_coefficients()["tables"][family]["bf16"]["none"]["fused"]
+
+
+def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str, *, checkpointing: bool) -> None:
+    shape = fresh_shape(family, adapter)
+    size = shape.dimensions
+    subject = build_subject(
+        family, size, mode=mode, adapter=adapter, lora_rank=shape.lora_rank, checkpointing=checkpointing
+    )
+    inputs = build_inputs(shape, attention=attention)
+    run = run_training_step(subject.model, inputs, mode=mode, layers=subject.layers, head=subject.head)
+    told = estimate(family, shape, mode, adapter, attention=attention)
+    per_layer = told.checkpointed_bytes_per_layer if checkpointing else told.saved_bytes_per_layer
+    transient = told.recompute_backward_transient_bytes if checkpointing else told.backward_transient_bytes
+    base = size.num_layers * per_layer + told.outside_layer_bytes
+    assert run.head_start == pytest.approx(base, rel=1e-3)
+    assert run.kept == pytest.approx(base + told.loss_kept_bytes, rel=1e-3)
+    assert max(run.loss_forward) == pytest.approx(base + told.loss_forward_peak_bytes, rel=1e-3)
+    assert max(run.loss_backward) == pytest.approx(base + told.loss_backward_peak_bytes, rel=1e-3)
+    assert max(run.backward) == pytest.approx(base + transient, rel=1e-3)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_runs_of_new_shapes_take_the_estimated_bytes(family: str, mode: Mode, checkpointing: bool) -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    assert_run_matches(family, mode, "none", "fused", checkpointing=checkpointing)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("adapter", ["lora_all_linear", "lora_attention"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_real_lora_runs_take_the_estimated_bytes(family: str, adapter: Adapter) -> None:
+    assert_run_matches(family, "bf16", adapter, "fused", checkpointing=True)
+
+
+@pytest.mark.trace
+def test_padding_expands_heads_and_keeps_a_mask_per_layer() -> None:
+    assert_run_matches("llama", "bf16", "none", "masked", checkpointing=False)
+    shape = fresh_shape("llama")
+    size, tokens = shape.dimensions, shape.micro_batch_size * shape.seq_len_tokens
+    fused = estimate("llama", shape, "bf16", attention="fused")
+    masked = estimate("llama", shape, "bf16", attention="masked")
+    expanded = 2 * 2 * (size.query_size - size.key_value_size)
+    assert masked.saved_bytes_per_layer - fused.saved_bytes_per_layer == tokens * (expanded + 2 * shape.seq_len_tokens)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_public_hooks_count_the_same_saved_storages(family: str) -> None:
+    shape = fresh_shape(family)
+    subject = build_subject(family, shape.dimensions, mode="bf16", adapter="none", lora_rank=0, checkpointing=False)
+    inputs = build_inputs(shape, attention="fused")
+    with saved_storages([*subject.model.parameters(), *subject.model.buffers(), *inputs.values()]) as sizes:
+        loss = subject.model(**inputs).loss
+    assert loss.requires_grad
+    told = estimate(family, shape, "bf16")
+    layers = shape.dimensions.num_layers * told.saved_bytes_per_layer
+    assert sum(sizes.values()) == pytest.approx(layers + told.outside_layer_bytes + told.loss_kept_bytes, rel=2e-3)
+
+
+@pytest.mark.trace
+def test_tracing_a_config_equals_the_stored_coefficients() -> None:
+    traced = trace_model(LLAMA_8B_CONFIG, micro_batch_size=1, seq_len_tokens=4096)
+    stored = estimate_activations(
+        family="llama", dimensions=LLAMA_8B, micro_batch_size=1, seq_len_tokens=4096, mode="bf16"
+    )
+    for name in BYTES:
+        assert getattr(traced, name) == pytest.approx(getattr(stored, name), rel=1e-3), name
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"), ("clip", "CLIPModel")],
+)
+def test_encoders_and_pairs_are_traced(model_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwright.plugins.activation_worker import answer
+    from transformers import masking_utils
+
+    for owner, name in (
+        (masking_utils, "is_tracing"),
+        (masking_utils, "fast_all"),
+        (masking_utils, "find_packed_sequence_indices"),
+        (torch, "rand"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back what the worker replaces
+    small, large = (
+        answer(
+            {
+                "config": {"model_type": model_type, "architectures": [architecture]},
+                "micro_batch_size": batch,
+                "seq_len_tokens": 48,
+                "mode": "bf16",
+                "num_layers": None,
+            }
+        )
+        for batch in (2, 4)
+    )
+    assert 0 < small["checkpointed_bytes_per_layer"] < small["saved_bytes_per_layer"]
+    for name in ("saved_bytes_per_layer", "checkpointed_bytes_per_layer", "loss_kept_bytes"):
+        assert large[name] == pytest.approx(2 * small[name], rel=0.35), name
+        assert large[name] > small[name]
+
+
+@pytest.mark.trace
+def test_a_failed_trace_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ActivationTraceError, match="took longer than"):
+        trace_model(LLAMA_8B_CONFIG, micro_batch_size=1, seq_len_tokens=64, time_limit_seconds=0.01)
+    monkeypatch.setattr(activation_request, "WORKER_MODULE", "no_such_module")
+    with pytest.raises(ActivationTraceError, match=r"model_type = 'llama'.*ended with code 1.*no_such_module"):
+        trace_model(LLAMA_8B_CONFIG, micro_batch_size=1, seq_len_tokens=64)
