@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from types import FrameType
 
 from cyclopts import App, CycloptsError
@@ -73,7 +74,7 @@ def _plain(value: object) -> object:
 
 def _wants_json(arguments: Sequence[str]) -> bool:
     words = list(arguments)
-    return "--format=json" in words or ("--format", "json") in zip(words, words[1:], strict=False)
+    return "--format=json" in words or ("--format", "json") in pairwise(words)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -41,13 +41,7 @@ def show_plan(plan: PlanData, directory: Path | None) -> None:
     out.print()
     out.print(memory_bar(chosen.memory.gpu))
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
-    host = chosen.memory.host
-    out.print(
-        f"Host memory {gigabytes(host.peak_bytes_per_node)} of {gigabytes(host.capacity_bytes_per_node)} GB on each node"
-        + (f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB" if host.nvme_bytes_per_node else "")
-        + (" (host memory is a common server's; state yours with --host-memory)" if "host_bytes_per_node" in
-           hardware.assumed else "")
-    )  # fmt: skip
+    out.print(_host_line(plan))
     out.print()
     out.print(_rejected_table(plan))
     if directory is None:
@@ -60,6 +54,17 @@ def show_plan(plan: PlanData, directory: Path | None) -> None:
     else:
         line = launch_arguments(plan, directory=str(directory))
     Console(soft_wrap=True, highlight=False).print("  " + " ".join(line), markup=False)
+
+
+def _host_line(plan: PlanData) -> str:
+    host = plan.chosen.memory.host
+    used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
+    line = f"Host memory {used} of {capacity} GB on each node"
+    if host.nvme_bytes_per_node:
+        line += f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB"
+    if "host_bytes_per_node" in plan.hardware.assumed:
+        line += " (assumed: a common server's; state yours with --host-memory)"
+    return line
 
 
 def memory_bar(gpu: GpuMemory) -> Text:

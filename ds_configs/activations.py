@@ -167,7 +167,8 @@ def estimate_activations(
     table = stored["tables"].get(family, {}).get(mode, {}).get(adapter, {}).get(path)
     if table is None:
         raise UnknownFamilyError(
-            f"family = {family!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r}, attention {path!r}; "
+            f"family = {family!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and attention "
+            f"{path!r}; "
             f"stored families are {', '.join(sorted(stored['tables']))}; trace the model from its config instead"
         )
     source = f"traced coefficients, {family}, {mode}, {adapter}, {path} attention; " + ", ".join(

@@ -45,12 +45,15 @@ def cheapest_changes(
 ) -> tuple[Suggestion, ...]:
     """Return up to three changes that would fit: free settings first, then the method, then hardware.
 
-    At most one change of a kind is returned. `activations` belongs to the job's sequence length, so with it no
+    Of each kind the cheapest is returned; other clusters fill what is missing. `activations` belongs to the job's sequence length, so with it no
     change of the sequence is tried.
     """
     found: list[Suggestion] = []
-    for kind in _kinds(model, hardware, job, traced=activations is not None):
-        for change, changed_hardware, changed_job in kind:
+    for changes, most in _kinds(hardware, job, traced=activations is not None):
+        wanted = min(_MOST, len(found) + most)
+        for change, changed_hardware, changed_job in changes:
+            if len(found) == wanted:
+                break
             try:
                 outcome = search(model, changed_hardware, changed_job, activations=activations)
             except ShardwrightError:
@@ -65,28 +68,29 @@ def cheapest_changes(
                         capacity_bytes=gpu.capacity_bytes,
                     )
                 )
-                break
-        if len(found) == _MOST:
-            break
     return tuple(found)
 
 
 Change = tuple[str, HardwareSpec, TrainingJob]
 
 
-def _kinds(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterator[Iterator[Change]]:
-    yield _freed_settings(hardware, job)
-    yield _chunked_loss(hardware, job)
+def _kinds(hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterator[tuple[Iterator[Change], int]]:
+    """Yield the kinds of changes, cheapest first, with how many of each are wanted."""
+    kinds = [_freed_settings(hardware, job), _chunked_loss(hardware, job)]
     if not traced:
-        yield _shorter_sequences(hardware, job)
-    yield _smaller_states(hardware, job)
-    yield _adapters(hardware, job)
-    yield _more_accelerators(hardware, job)
-    yield _larger_accelerators(hardware, job)
-    yield _more_host_memory(hardware, job)
+        kinds.append(_shorter_sequences(hardware, job))
+    kinds += [
+        _smaller_states(hardware, job),
+        _adapters(hardware, job),
+        _more_accelerators(hardware, job),
+        _larger_accelerators(hardware, job),
+        _more_host_memory(hardware, job),
+    ]
     if not traced:
-        yield _smallest_adapters(hardware, job)
-    yield _other_clusters(job)
+        kinds.append(_smallest_adapters(hardware, job))
+    for kind in kinds:
+        yield kind, 1
+    yield _other_clusters(job), _MOST
 
 
 def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:

@@ -13,8 +13,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "fp32_gradients": "fp32 copy of 16-bit gradients during the step; in stage 3 one sub-group at a time",
     "gradient_buckets": "DDP's reduction buckets, as large as all gradients, kept beside them",
     "optimizer_states": "Adam: 8 B of trainable elements (fp32 moments), divided by the ranks from stage 1 on",
-    "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stages 1 and 2 the flattened "
-    "16-bit gradients live beside their fp32 copy",
+    "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stages 1 and 2 the "
+    "flattened 16-bit gradients live beside their fp32 copy",
     "offload_staging": "two buffers of the largest tensor through which gradients leave for the host",
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
     "reduce_bucket": "the one persistent bucket of stage 3: reduce_bucket_size elements",

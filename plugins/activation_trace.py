@@ -26,6 +26,19 @@ def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
     return ("fused", "masked", "math") if mode == "fp32" else ("fused", "masked")
 
 
+def is_stored(family: str, mode: Mode, adapter: Adapter) -> bool:
+    """Whether a table is worth storing or possible: adapters train in half precision.
+
+    PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix, so
+    bytes then grow with the weights and are not linear in the features.
+    """
+    from .activation_families import MIXTURES
+
+    if adapter == "lora_all_linear" and family in MIXTURES:
+        return False
+    return adapter == "none" or mode != "fp32"
+
+
 def derive_coefficients(
     family: str,
     *,
@@ -49,7 +62,7 @@ def derive_coefficients(
                 for attention in attention_paths(mode, adapter)
             }
             for adapter in adapters
-            if adapter == "none" or mode != "fp32"
+            if is_stored(family, mode, adapter)
         }
         for mode in modes
     }

@@ -1,0 +1,113 @@
+"""`shardwright demo`: the main job on real input, from a plan to a trained checkpoint, on any machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from ..ds_configs.errors import ShardwrightError
+from ..ds_configs.job import TrainingJob
+from ..ds_configs.plan import Plan
+from ..ds_configs.render.launch import launch_arguments
+from ..ds_configs.render.write import write_files
+
+TIME_LIMIT_SECONDS = 900
+"""A first run compiles DeepSpeed's shared-memory collective, which takes a minute or two."""
+
+SMALL_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+"""A Llama with grouped-query attention that two CPU cores train in seconds."""
+
+
+def demo_command(
+    output_dir: Path = Path("demo-output"), *, steps: int = 30, force: Annotated[bool, Parameter(negative="")] = False
+) -> int:
+    """Plan a model for real GPUs, then plan, launch and train a small Llama on two CPU ranks.
+
+    The text is Python's own help topics. The launch uses the files of the plan as a user would.
+
+    Parameters
+    ----------
+    output_dir
+        Where the small model, its plan and the trained checkpoint go.
+    steps
+        Optimizer steps of the training.
+    force
+        Replace the files of an earlier demo.
+    """
+    from ..plugins.planning import plan
+    from .configs import load_entry
+    from .show import show_plan
+
+    entry = load_entry("llama-3.1-8b_8xA100-80GB")
+    print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json alone\n")
+    show_plan(plan_again(entry), None)
+    print("\n2. A small Llama on two CPU ranks, planned the same way\n")
+    write_files({"config.json": json.dumps(SMALL_LLAMA, indent=2) + "\n"}, output_dir / "small-llama", force=force)
+    job = TrainingJob(seq_len_tokens=128, micro_batch_size=4, global_batch_size=16, strategy="zero2")
+    small = plan(str(output_dir / "small-llama"), "2xCPU", job)
+    small.write(output_dir / "plan", force=force)
+    show_plan(small, output_dir / "plan")
+    print("\n3. The launch line above, for real\n", flush=True)
+    losses = train(small, output_dir, steps)
+    if not losses[-1] < losses[0]:
+        raise ShardwrightError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
+    print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of ZeRO-2 on two ranks")
+    print(f"trained model in {output_dir / 'plan' / 'model'}")
+    return 0
+
+
+def plan_again(entry: Plan) -> Plan:
+    """Return a fresh plan for the model, hardware and job of another."""
+    from ..ds_configs.plan import make_plan
+
+    return make_plan(entry.model, entry.hardware, entry.job)
+
+
+def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
+    """Run the plan's own launch line for some steps and return the losses.
+
+    Raises:
+        ShardwrightError: the launch fails or exceeds its time limit.
+    """
+    losses = output_dir / "losses.json"
+    losses.unlink(missing_ok=True)
+    command = [
+        *launch_arguments(plan, directory=str((output_dir / "plan").absolute())),
+        "--random-weights",
+        "--max-steps",
+        str(steps),
+        "--losses-json",
+        str(losses.absolute()),
+    ]
+    # The launcher of this interpreter, whatever PATH says.
+    launcher = Path(sys.executable).parent / command[0]
+    command[0] = str(launcher) if launcher.exists() else command[0]
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        finished = subprocess.run(command, env=environment, timeout=TIME_LIMIT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ShardwrightError(
+            f"the launch took over {TIME_LIMIT_SECONDS} s; a lock file of a killed build in TORCH_EXTENSIONS_DIR "
+            "(default ~/.cache/torch_extensions) makes every later build wait: delete it"
+        ) from None
+    if finished.returncode != 0:
+        raise ShardwrightError(f"the launch ended with exit code {finished.returncode}; its output is above")
+    values: list[float] = json.loads(losses.read_text(encoding="utf-8"))
+    return values
