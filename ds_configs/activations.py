@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from math import ceil
-from operator import mul
 from typing import Any, Literal
 
 from .dimensions import Dimensions
@@ -111,7 +110,8 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
     point = [features[name] for name in table["features"]]
 
     def largest(name: str) -> int:
-        return max(ceil(sum(map(mul, candidate, point))) for candidate in table[name])
+        candidates: list[list[float]] = table[name]
+        return max(ceil(sum(c * x for c, x in zip(candidate, point, strict=True))) for candidate in candidates)
 
     return ActivationEstimate(
         saved_bytes_per_layer=largest("saved_per_layer"),
@@ -156,8 +156,9 @@ def estimate_activations(
 
     `bytes = sum(coefficient * feature)` with `feature_values`; `docs/activations.md` says how the coefficients were
     measured. `family` is the `model_type` of `config.json`; `mode` "bf16" also stands for fp16. `attention` is "fused"
-    when no mask reaches attention (packed or unpadded batches), "masked" with padding or a sliding window shorter than
-    the sequence. `chunked_loss` evaluates head and loss at `CHUNKED_LOSS_TOKENS` tokens at a time.
+    when no mask reaches attention, "masked" with padding, with packed sequences told by position numbers, or with a
+    sliding window shorter than the sequence. `chunked_loss` evaluates head and loss at `CHUNKED_LOSS_TOKENS` tokens at
+    a time.
 
     Raises:
         UnknownFamilyError: nothing is stored for this family, mode, adapter or attention; trace the model instead.
@@ -168,8 +169,8 @@ def estimate_activations(
     if table is None:
         raise UnknownFamilyError(
             f"family = {family!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and attention "
-            f"{path!r}; "
-            f"stored families are {', '.join(sorted(stored['tables']))}; trace the model from its config instead"
+            f"{path!r}; stored families are {', '.join(sorted(stored['tables']))}; trace "
+            "the model from its config instead"
         )
     source = f"traced coefficients, {family}, {mode}, {adapter}, {path} attention; " + ", ".join(
         f"{name} {version}" for name, version in stored["versions"].items()

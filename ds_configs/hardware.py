@@ -213,7 +213,7 @@ def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
 
 
 def _convert_values(values: dict[str, Any], name: str) -> list[Fault]:
-    faults = []
+    faults: list[Fault] = []
     for key, value in values.items():
         where = f"{name}: {key}"
         if "bytes" in key or "flops" in key:

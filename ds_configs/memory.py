@@ -138,18 +138,25 @@ def cached_activations(model: ModelSpec, job: TrainingJob) -> ActivationSource:
     window = model.sliding_window
     attention: Literal["auto", "masked"] = "masked" if window and job.seq_len_tokens > window else "auto"
 
-    def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
         return estimate_activations(
             family=model.model_type,
             dimensions=model.dimensions,
             micro_batch_size=micro_batch_size,
             seq_len_tokens=job.seq_len_tokens,
             mode=mode,
-            adapter=adapter_name(job),
-            lora_rank=job.lora_rank if job.method != "full" else 0,
+            adapter=adapter,
+            lora_rank=0 if adapter == "none" else job.lora_rank,
             chunked_loss=job.loss == "chunked",
             attention=attention,
         )
+
+    def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+        try:
+            return estimate(micro_batch_size, mode, adapter_name(job))
+        except UnknownFamilyError:
+            # Full training keeps at least what adapters on frozen weights keep.
+            return estimate(micro_batch_size, mode, "none")
 
     return source
 
@@ -266,10 +273,6 @@ def _with_overheads(strategy: Strategy, hardware: HardwareSpec, phase: Phase, ph
     communicators += strategy.zero.hpz_partition_size > 1
     communicators += strategy.sp > 1 or strategy.cp > 1
 
-    def reserved(end: Literal["low", "middle", "high"]) -> int:
-        runtime = getattr(CONTEXT_BYTES, end) + communicators * getattr(COMMUNICATOR_BYTES, end)
-        return round(allocated * getattr(RESERVED_OVER_ALLOCATED, end) + runtime)
-
     terms = dict(phases[phase])
     terms["allocator_fragmentation"] = round(allocated * (RESERVED_OVER_ALLOCATED.middle - 1))
     terms["runtime_context"] = round(CONTEXT_BYTES.middle)
@@ -277,8 +280,12 @@ def _with_overheads(strategy: Strategy, hardware: HardwareSpec, phase: Phase, ph
         terms["communicators"] = round(communicators * COMMUNICATOR_BYTES.middle)
     return GpuMemory(
         peak_bytes=sum(terms.values()),
-        low_bytes=reserved("low"),
-        high_bytes=reserved("high"),
+        low_bytes=round(
+            allocated * RESERVED_OVER_ALLOCATED.low + CONTEXT_BYTES.low + communicators * COMMUNICATOR_BYTES.low
+        ),
+        high_bytes=round(
+            allocated * RESERVED_OVER_ALLOCATED.high + CONTEXT_BYTES.high + communicators * COMMUNICATOR_BYTES.high
+        ),
         allocated_bytes=allocated,
         capacity_bytes=hardware.gpu_bytes,
         phase=phase,

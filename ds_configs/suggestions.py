@@ -94,18 +94,19 @@ def _kinds(hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterato
 
 
 def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
-    free = {"gradient_checkpointing": "auto", "micro_batch_size": None, "offload": "auto", "strategy": "auto"}
-    changed = {field: value for field, value in free.items() if getattr(job, field) != value}
-    flags = {
-        "gradient_checkpointing": "--gradient-checkpointing auto",
-        "micro_batch_size": "--micro-batch-size auto",
-        "offload": "--offload auto",
-        "strategy": "--strategy auto",
+    """Each setting that the user fixed given back to the planner, then all of them."""
+    freed = {
+        "--gradient-checkpointing auto": replace(job, gradient_checkpointing="auto"),
+        "--micro-batch-size auto": replace(job, micro_batch_size=None),
+        "--offload auto": replace(job, offload="auto"),
+        "--strategy auto": replace(job, strategy="auto"),
     }
-    for field, value in changed.items():
-        yield flags[field], hardware, replace(job, **{field: value})
+    changed = {flag: changed_job for flag, changed_job in freed.items() if changed_job != job}
+    for flag, changed_job in changed.items():
+        yield flag, hardware, changed_job
     if len(changed) > 1:
-        yield " ".join(flags[field] for field in changed), hardware, replace(job, **changed)
+        everything = replace(job, gradient_checkpointing="auto", micro_batch_size=None, offload="auto", strategy="auto")
+        yield " ".join(changed), hardware, everything
 
 
 def _chunked_loss(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
@@ -157,7 +158,7 @@ def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
     """QLoRA with chunked loss and a shorter sequence, all at once."""
     length = job.seq_len_tokens
     while length >= _SHORTEST_SEQUENCE:
-        small = replace(job, method="qlora", loss="chunked", seq_len_tokens=length, strategy="auto", offload="auto")
+        small = replace(job, method="qlora", loss="chunked", seq_len_tokens=length)
         yield f"--method qlora --loss chunked --seq-len {length}", hardware, small
         length //= 2
 

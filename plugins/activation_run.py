@@ -16,22 +16,11 @@ Mode = Literal["bf16", "fp32", "bf16_autocast"]
 
 # CUDA autocast runs these in float32, CPU autocast does not (torch 2.13, torch/amp documentation, op reference).
 CUDA_FLOAT32_FUNCTIONS = frozenset(
-    ("__pow__", "__rpow__", "pow", "rsqrt", "reciprocal", "exp", "expm1", "log", "log2", "log10", "log1p", "softplus")
-    + (
-        "softmax",
-        "log_softmax",
-        "layer_norm",
-        "group_norm",
-        "norm",
-        "renorm",
-        "dist",
-        "cumsum",
-        "cumprod",
-        "prod",
-        "sum",
-    )
-    + ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "cosine_similarity")
-    + ("binary_cross_entropy_with_logits", "sinh", "cosh", "tan", "acos", "asin", "erfinv")
+    """
+    __pow__ __rpow__ pow rsqrt reciprocal exp expm1 log log2 log10 log1p softplus softmax log_softmax layer_norm
+    group_norm norm renorm dist cumsum cumprod prod sum cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div
+    cosine_similarity binary_cross_entropy_with_logits sinh cosh tan acos asin erfinv
+    """.split()  # noqa: SIM905
 )
 
 
@@ -147,7 +136,7 @@ def run_training_step(
             loss = _forward(model, inputs, mode)
             meter.mark("kept")
             in_forward[0] = False
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             meter.mark("end")
     finally:
         for hook in hooks:

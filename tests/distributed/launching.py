@@ -47,7 +47,9 @@ def run(arguments: Sequence[str], *, timeout_seconds: float, environment: Mappin
         LaunchFailedError: It failed, or it was stopped after ``timeout_seconds``; the message ends with the
             traceback of the rank that failed first.
     """
-    visible = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Two versions of ninja would each rebuild DeepSpeed's operators: use the one beside this Python.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    visible = {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, *arguments]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(

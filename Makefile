@@ -1,0 +1,62 @@
+# make demo: install into .venv, then run the main job.   make test: install, then run the whole suite.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TYPECHECK := build/typecheck
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast lint format gallery activations keys bench clean
+
+help:
+	@echo "make demo    plan a model, then train a small one on two CPU ranks"
+	@echo "make test    run the whole suite"
+	@echo "make lint    ruff and mypy"
+	@echo "make gallery | activations | keys    regenerate data that ships with the package"
+
+install: $(VENV)/.installed
+
+# torch comes first: whatever depends on it would otherwise choose a newer build.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11"'
+	@command -v c++ >/dev/null || { echo "A C++ compiler is needed (Debian: apt-get install g++)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/shardwright demo --force
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-fast: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not install and not trace"
+
+# mypy resolves relative imports from files, so it sees the checkout under the package's own name.
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p $(TYPECHECK)
+	ln -sfn "$(CURDIR)" $(TYPECHECK)/shardwright
+	MYPYPATH=$(TYPECHECK) $(BIN)/mypy -p shardwright.ds_configs -p shardwright.plugins -p shardwright.trainers -p shardwright.cli
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gallery: install
+	$(BIN)/python -m shardwright.cli.gallery tests/data/models ds_configs/gallery
+
+activations: install
+	$(BIN)/python -m shardwright.plugins.activation_trace --write
+
+keys: install
+	$(BIN)/python -m shardwright.plugins.config_keys --write
+
+bench: install
+	$(BIN)/python benchmarks/planning_time.py
+
+clean:
+	rm -rf build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

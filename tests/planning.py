@@ -1,0 +1,58 @@
+"""Small models, activation bytes and strategies that planning tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwright.ds_configs.activations import ActivationEstimate, Mode
+from shardwright.ds_configs.families import model_spec_from_config
+from shardwright.ds_configs.model import ModelSpec
+from shardwright.ds_configs.model_config import config_faults, parse_config_json
+
+MODELS = Path(__file__).parent / "data" / "models"
+
+
+def public_model(name: str) -> ModelSpec:
+    """The spec of a public model by its Hub id."""
+    file = MODELS / name.replace("/", "--") / "config.json"
+    spec = model_spec_from_config(parse_config_json(file.read_bytes(), source=name), name=name)
+    assert spec is not None
+    return spec
+
+
+def llama(**changes: Any) -> ModelSpec:
+    """A small Llama; keyword arguments replace fields of its config."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 1000,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+    assert not config_faults(config, source="test")
+    spec = model_spec_from_config(config, name="small-llama")
+    assert spec is not None
+    return spec
+
+
+def no_activations(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+    """Zero activation bytes, to look at model states alone."""
+    return ActivationEstimate(
+        saved_bytes_per_layer=0,
+        checkpointed_bytes_per_layer=0,
+        outside_layer_bytes=0,
+        backward_transient_bytes=0,
+        recompute_backward_transient_bytes=0,
+        forward_transient_bytes=0,
+        loss_forward_peak_bytes=0,
+        loss_kept_bytes=0,
+        loss_backward_peak_bytes=0,
+        autocast_weight_copy_bytes_per_parameter=0,
+        source="none",
+    )

@@ -1,0 +1,195 @@
+"""Rendered files: content, determinism, and that the libraries which read them accept them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import llama, public_model
+from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.plan import Plan, make_plan
+from shardwright.ds_configs.plan_json import plan_from_dict, plan_to_dict
+from shardwright.ds_configs.render import render_files
+
+LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
+NODE = parse_hardware("8xH100-80GB", nvme="/local_nvme:7TB")
+TWO_NODES = parse_hardware("2x8xH100-80GB")
+
+
+def plan_of(hardware=NODE, model=LLAMA_8B, **job) -> Plan:
+    return make_plan(model, hardware, TrainingJob(**job))
+
+
+def deepspeed_of(plan: Plan) -> dict:
+    return json.loads(render_files(plan)["ds_config.json"])
+
+
+def test_trainer_owned_values_are_auto_and_integers_stay_integers():
+    config = deepspeed_of(plan_of(strategy="zero3"))
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
+        assert config[key] == "auto"
+    zero = config["zero_optimization"]
+    for key, value in zero.items():
+        if key.endswith(("_size", "_threshold", "_parameters", "_distance")):
+            assert type(value) is int, key
+    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+
+
+def test_stage_two_has_no_stage_three_keys():
+    zero = deepspeed_of(plan_of(strategy="zero2"))["zero_optimization"]
+    assert not [key for key in zero if key.startswith("stage3") or key == "sub_group_size"]
+
+
+def test_nvme_paths_and_buffers_reach_the_file():
+    zero = deepspeed_of(plan_of(strategy="zero3", offload="nvme"))["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == "nvme"
+    assert zero["offload_optimizer"]["nvme_path"] == "/local_nvme"
+    assert "pin_memory" in zero["offload_optimizer"]
+
+
+def test_accelerate_yaml_quotes_no_and_names_the_wrap_class():
+    files = render_files(plan_of(strategy="fsdp2", precision="fp32"))
+    assert "mixed_precision: 'no'" in files["accelerate.yaml"]
+    config = yaml.safe_load(files["accelerate.yaml"])
+    assert config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+    assert config["fsdp_config"]["fsdp_version"] == 2
+    assert config["num_processes"] == 8
+
+
+def test_hybrid_fsdp_names_both_sizes_with_their_prefix():
+    config = yaml.safe_load(render_files(plan_of(TWO_NODES, strategy="fsdp2-hybrid"))["accelerate.yaml"])
+    assert config["parallelism_config"] == {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 8,
+    }
+
+
+def test_nothing_that_deepspeed_owns_stands_in_the_yaml():
+    config = yaml.safe_load(render_files(plan_of(strategy="zero2"))["accelerate.yaml"])
+    assert "mixed_precision" not in config
+    assert set(config["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}
+
+
+def test_fsdp2_accumulation_keeps_gradients_sharded():
+    plan = plan_of(strategy="fsdp2", global_batch_size=64, micro_batch_size=2)
+    arguments = json.loads(render_files(plan)["training_arguments.json"])
+    assert arguments["gradient_accumulation_steps"] == 4
+    assert arguments["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
+
+
+def test_multi_node_files_and_launch():
+    plan = plan_of(TWO_NODES, strategy="zero3")
+    files = render_files(plan)
+    assert set(files) == set(plan.file_names)
+    assert files["hostfile"].splitlines()[-1] == "node-1 slots=8"
+    assert "#SBATCH --nodes=2" in files["launch.sbatch"]
+    assert '--machine_rank "$1" --main_process_ip "$2"' in files["launch.sh"]
+    for name in ("launch.sh", "launch.sbatch"):
+        subprocess.run(["bash", "-n"], input=files[name], text=True, check=True)
+
+
+def test_launch_script_passes_awkward_words_through(tmp_path):
+    """The script's own words and the user's arguments reach the launcher unsplit."""
+    model = replace(LLAMA_8B, name="/models/with space/and 'quote'")
+    plan = make_plan(model, NODE, TrainingJob(strategy="zero2"))
+    target = tmp_path / "a plan"
+    plan.write(target)
+    fake = tmp_path / "bin" / "accelerate"
+    fake.parent.mkdir()
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    environment = os.environ | {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    shown = subprocess.run(
+        [str(target / "launch.sh"), "--max-steps", "two words"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert str(target / "accelerate.yaml") in shown
+    assert "/models/with space/and 'quote'" in shown
+    assert shown[-1] == "two words"
+
+
+def test_headers_state_purpose_command_and_assumptions():
+    files = render_files(plan_of(strategy="zero2"))
+    header = json.loads(files["ds_config.json"])["_shardwright"]
+    assert any("accelerate launch" in line for line in header)
+    assert any("Assumes" in line for line in header)
+    assert files["accelerate.yaml"].startswith("# ")
+
+
+JOBS = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from(["auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]),
+        "precision": st.sampled_from(["bf16", "fp16", "fp32"]),
+        "method": st.sampled_from(["full", "lora"]),
+        "global_batch_size": st.sampled_from([None, 64]),
+        "gradient_checkpointing": st.sampled_from(["auto", "on"]),
+    }
+)
+SMALL = llama()
+
+
+@given(job=JOBS, hardware=st.sampled_from([NODE, TWO_NODES]))
+@settings(max_examples=60, deadline=None)
+def test_plans_survive_their_files_and_pass_our_own_check(job, hardware):
+    plan = make_plan(SMALL, hardware, TrainingJob(seq_len_tokens=512, **job))
+    files = render_files(plan)
+    assert files == render_files(plan)
+    data = json.loads(files["plan.json"])
+    assert Plan._from_data(plan_from_dict(data, source="plan.json")) == plan
+    for name in ("ds_config.json", "accelerate.yaml"):
+        if name in files:
+            findings = check_text(files[name], filename=name, world_size=hardware.world_size)
+            assert findings == (), [str(finding.fault) for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda data: data.update(schema_version=99), "this version reads 1"),
+        (lambda data: data.pop("schema_version"), "is not a plan"),
+        (lambda data: data.pop("model"), "missing 'model'"),
+        (lambda data: data["chosen"]["strategy"].update(dp_shard="many"), "is not a plan that this version wrote"),
+    ],
+)
+def test_damaged_plans_are_refused(change, pattern):
+    data = json.loads(json.dumps(plan_to_dict(plan_of())))
+    change(data)
+    with pytest.raises(RefusedInputError, match=pattern):
+        plan_from_dict(data, source="plan.json")
+
+
+def test_load_says_what_is_missing(tmp_path):
+    with pytest.raises(UsageError, match=r"has no plan\.json; run `plan` first"):
+        Plan.load(tmp_path)
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(RefusedInputError, match="is not valid JSON"):
+        Plan.load(tmp_path)
+
+
+def test_write_refuses_and_replaces(tmp_path):
+    plan = plan_of(strategy="zero2")
+    written = plan.write(tmp_path / "plan")
+    assert sorted(path.name for path in written) == sorted(plan.file_names)
+    assert sorted(path.name for path in Path(tmp_path / "plan").iterdir()) == sorted(plan.file_names)
+    with pytest.raises(UsageError, match="exists and is not empty; use --force"):
+        plan.write(tmp_path / "plan")
+    plan.write(tmp_path / "plan", force=True)
+    assert Plan.load(tmp_path / "plan") == plan
