@@ -42,6 +42,9 @@ STAGES = {
 }
 """Stages at which a key is read; a key that starts with `stage3_` belongs to stage 3."""
 
+LARGE_BUCKET = 250_000_000
+"""Elements from which a second 16-bit bucket costs half a gigabyte; DeepSpeed's default is twice that."""
+
 _NVME_ONLY = {
     "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
     "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
@@ -149,7 +152,9 @@ def _check_combinations(report: Report, stage: int) -> None:
     if report.true(f"{_ZERO}.elastic_checkpoint") and stage == 3:
         rule = "stage 3 no longer supports elastic checkpoints"
         report.error(f"{_ZERO}.elastic_checkpoint", rule, "use checkpoint.load_universal")
-    if report.true(f"{_ZERO}.overlap_comm") and stage in (1, 2):
+    bucket = report.value(f"{_ZERO}.reduce_bucket_size")
+    large = not isinstance(bucket, int | float) or bucket >= LARGE_BUCKET
+    if report.true(f"{_ZERO}.overlap_comm") and stage in (1, 2) and large:
         rule = f"doubles the gradient bucket at stage {stage}: each GPU holds two of reduce_bucket_size"
         report.warning(f"{_ZERO}.overlap_comm", rule, "halve reduce_bucket_size, or set it to false")
     if report.value(f"{_ZERO}.compute_grad_norm") is False:
