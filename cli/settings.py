@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -44,6 +45,12 @@ class PlanSettings(BaseModel):
     teacher: str | None = Field(None, description="a frozen second model for distillation")
 
 
+_NUMBERS = frozenset(
+    name for name, field in PlanSettings.model_fields.items() if int in (field.annotation, *get_args(field.annotation))
+)
+_INTEGER = re.compile(r"-?[0-9]{1,30}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedSettings:
     """Settings with where each value came from."""
@@ -74,12 +81,17 @@ def resolve_settings(
     for origin, values in sources:
         for key, value in values.items():
             name = key.replace("-", "_")
+            if origin == "file" and origins.get(name) == "file":
+                rule, fix = "is stated twice, with a hyphen and an underscore", "keep one"
+                raise UsageError(Fault(where=f"{name} (from file)", rule=rule, fix=fix))
             merged[name] = value
             origins[name] = origin
     try:
         return ResolvedSettings(values=PlanSettings.model_validate(merged), origins=origins)
     except ValidationError as error:
-        raise UsageError([_fault(detail, origins) for detail in error.errors()]) from None
+        # A field that takes a number or a word fails once for each kind.
+        faults = {detail["loc"][0]: _fault(detail, origins) for detail in reversed(error.errors())}
+        raise UsageError(list(reversed(faults.values()))) from None
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -88,7 +100,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_SETTINGS:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        values[name] = int(text) if text.isascii() and text.isdigit() else text
+        values[name] = int(text) if name in _NUMBERS and _INTEGER.fullmatch(text) else text
     return values
 
 

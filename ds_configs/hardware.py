@@ -16,7 +16,8 @@ from .units import parse_bytes
 
 _GIB = 2**30
 _LARGEST_COUNT = 100_000
-_NAME = re.compile(r"(?:(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x)?(?P<gpu>[A-Za-z][A-Za-z0-9 ._-]*)", re.ASCII)
+_NAME = re.compile(r"(?:(?:(?P<nodes>\d{1,30})x)?(?P<gpus>\d{1,30})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 ._-]*)", re.ASCII)
+_EXPONENT = re.compile(r"\d{1,30}(?:\.\d{1,30})?[eE][+-]?\d{1,3}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,21 +125,47 @@ def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | Non
         gpu = find_gpu(match["gpu"])
     except UsageError as error:
         faults += error.faults
+    overrides: dict[str, Any] = {}
+    try:
+        overrides = parse_overrides(host_memory=host_memory, nvme=nvme)
+    except UsageError as error:
+        faults += error.faults
     if faults:
         raise UsageError(faults)
-    overrides: dict[str, Any] = {}
-    if host_memory is not None:
-        overrides["host_bytes_per_node"] = parse_bytes(host_memory, where="host_memory")
-    if nvme is not None:
-        overrides |= _parse_nvme(nvme)
     return _from_catalog(text.strip(), nodes, gpus, gpu, overrides)
 
 
-def _parse_nvme(text: str) -> dict[str, Any]:
-    path, _, size = text.rpartition(":")
-    if not path.startswith("/"):
-        raise UsageError(Fault(where="nvme", value=text, rule="must read PATH:SIZE", fix="such as /local_nvme:3.5TB"))
-    return {"nvme_path": path, "nvme_bytes_per_node": parse_bytes(size, where="nvme")}
+def parse_overrides(*, host_memory: str | None = None, nvme: str | None = None) -> dict[str, Any]:
+    """Return the hardware fields that `host_memory` (`1TB`) and `nvme` (`/local_nvme:3.5TB`) state.
+
+    Raises:
+        UsageError: one of them cannot be used; both faults together.
+    """
+    values: dict[str, Any] = {}
+    faults: list[Fault] = []
+    if host_memory is not None:
+        values["host_bytes_per_node"] = _positive_bytes(host_memory, "host_memory", faults)
+    if nvme is not None:
+        path, _, size = nvme.rpartition(":")
+        if path.startswith("/"):
+            values |= {"nvme_path": path, "nvme_bytes_per_node": _positive_bytes(size, "nvme", faults)}
+        else:
+            fix = "such as /local_nvme:3.5TB"
+            faults.append(Fault(where="nvme", value=nvme, rule="must read PATH:SIZE with an absolute path", fix=fix))
+    if faults:
+        raise UsageError(faults)
+    return values
+
+
+def _positive_bytes(text: str, where: str, faults: list[Fault]) -> int:
+    try:
+        count = parse_bytes(text, where=where)
+    except UsageError as error:
+        faults += error.faults
+        return 0
+    if count < 1:
+        faults.append(Fault(where=where, value=text, rule="must be at least one byte"))
+    return count
 
 
 def _count_faults(**counts: object) -> list[Fault]:
@@ -181,59 +208,66 @@ def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
     if not isinstance(data, dict):
         raise UsageError(Fault(where=name, value=type(data).__name__, rule="must be a mapping of hardware fields"))
     known = {field.name for field in fields(HardwareSpec)} - {"assumed"}
-    faults = [
-        Fault(
-            where=f"{name}: {key}",
-            rule="is not a hardware field",
-            fix=f"nearest: {', '.join(get_close_matches(str(key), sorted(known), n=1, cutoff=0)) or 'none'}",
-        )
-        for key in data
-        if key not in known
-    ]
-    values = {key: value for key, value in data.items() if key in known}
+    faults = [_unknown_key(str(key), known, name) for key in data if key not in known]
+    values = {key: value for key, value in data.items() if key in known and value is not None}
     nodes, gpus = values.pop("nodes", 1), values.pop("gpus_per_node", 1)
     faults += _count_faults(nodes=nodes, gpus_per_node=gpus)
     faults += _convert_values(values, name)
-    gpu = str(values.pop("gpu", ""))
+    if ("nvme_path" in values) != bool(values.get("nvme_bytes_per_node")):
+        faults.append(Fault(where=f"{name}: nvme_path", rule="and nvme_bytes_per_node must be given together"))
+    label, gpu = values.pop("name", name), values.pop("gpu", None)
     required = {field for field in known if field.endswith(("_bytes", "_per_s", "_per_node"))}
-    required -= {"nvme_bytes_per_node", "gpus_per_node"}
-    if required <= values.keys():
-        if faults:
-            raise UsageError(faults)
-        label = str(values.pop("name", name))
-        return HardwareSpec(name=label, nodes=nodes, gpus_per_node=gpus, gpu=gpu or "custom", **values)
-    try:
-        gpu = find_gpu(gpu, where=f"{name}: gpu")
-    except UsageError as error:
-        faults += error.faults
+    complete = required - {"nvme_bytes_per_node", "gpus_per_node"} <= values.keys()
+    if gpu is None and not complete:
+        faults.append(Fault(where=f"{name}: gpu", rule="is missing", fix="name one of the catalog, or state all sizes"))
+    elif isinstance(gpu, str) and not complete:
+        try:
+            gpu = find_gpu(gpu, where=f"{name}: gpu")
+        except UsageError as error:
+            faults += error.faults
     if faults:
         raise UsageError(faults)
-    label = str(values.pop("name", name))
-    return _from_catalog(label, nodes, gpus, gpu, values)
+    if complete:
+        return HardwareSpec(name=label, nodes=nodes, gpus_per_node=gpus, gpu=gpu or "custom", **values)
+    return _from_catalog(label, nodes, gpus, str(gpu), values)
+
+
+def _unknown_key(key: str, known: set[str], name: str) -> Fault:
+    near = get_close_matches(key, sorted(known), n=1, cutoff=0.4)
+    fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+    return Fault(where=f"{name}: {key}", rule="is not a hardware field", fix=fix)
 
 
 def _convert_values(values: dict[str, Any], name: str) -> list[Fault]:
-    faults: list[Fault] = []
+    """Turn sizes into numbers in place and return the values of a wrong kind."""
+    faults = []
     for key, value in values.items():
         where = f"{name}: {key}"
         if "bytes" in key or "flops" in key:
             if isinstance(value, str):
                 try:
-                    value = parse_bytes(value.removesuffix("/s"), where=where)
+                    value = _number(value, where)
                 except UsageError as error:
                     faults += error.faults
                     continue
             smallest = 0 if key == "nvme_bytes_per_node" else 1
             if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value < 1e21:
-                faults.append(Fault(where=where, value=value, rule="must be a positive number"))
+                faults.append(Fault(where=where, value=value, rule="must be a positive number below 1e21"))
                 continue
             values[key] = float(value) if key.endswith("_per_s") else int(value)
         elif key == "supports_bf16":
             if not isinstance(value, bool):
                 faults.append(Fault(where=where, value=value, rule="must be true or false"))
-        elif value is not None and not isinstance(value, str):
-            faults.append(Fault(where=where, value=value, rule="must be text"))
+        elif not isinstance(value, str) or not value.isprintable():
+            faults.append(Fault(where=where, value=value, rule="must be text of one line"))
     return faults
+
+
+def _number(text: str, where: str) -> float:
+    """Read a size with a unit, or what YAML 1.1 leaves as text: a number with an exponent and no point."""
+    if _EXPONENT.fullmatch(text.strip()):
+        return float(text)
+    return parse_bytes(text.strip().removesuffix("/s"), where=where)
 
 
 def with_gpus(hardware: HardwareSpec, *, nodes: int, gpus_per_node: int) -> HardwareSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,11 @@ _LIMITS: Mapping[str, int] = {
 }
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _NULLABLE = ("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size")
+_ZERO_MEANS_NONE = ("num_experts", "num_local_experts", "moe_intermediate_size")
+_REPEATED = re.compile(r"(layers?|depths?|blocks|stages|experts)$")
+"""Endings of the fields that transformers builds modules in a loop for, in any family."""
+_MOST_REPEATS = 10_000
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention")
 
 
 def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
@@ -64,7 +70,7 @@ def config_faults(config: Mapping[str, Any], *, source: str) -> list[Fault]:
             fix = "give the config.json of a model that transformers can build"
         return [Fault(where=f"{source}: model_type", value=model_type, rule="must name a model type", fix=fix)]
     names = CONFIG_FIELDS.get(model_type, {})
-    faults: list[Fault] = []
+    faults = _kind_faults(config, source)
     if model_type in FAST_FAMILIES:
         required = (*_REQUIRED, *(() if model_type == "gpt2" else ("intermediate_size",)))
         faults += [
@@ -72,17 +78,51 @@ def config_faults(config: Mapping[str, Any], *, source: str) -> list[Fault]:
             for field in required
             if config.get(names.get(field, field)) is None
         ]
-    faults += _size_faults(config, names, source)
+    faults += _size_faults(config, names, source, one_per_layer=model_type not in FAST_FAMILIES)
     faults += _divisibility_faults(config, names, source)
     for nested, value in config.items():
         if nested.endswith("_config") and isinstance(value, dict) and nested != "quantization_config":
-            faults += _size_faults(value, {}, f"{source}: {nested}")
+            faults += _size_faults(value, {}, f"{source}: {nested}", one_per_layer=True)
             faults += _divisibility_faults(value, {}, f"{source}: {nested}")
     return faults
 
 
-def _size_faults(config: Mapping[str, Any], names: Mapping[str, str], source: str) -> list[Fault]:
+def _kind_faults(config: Mapping[str, Any], source: str) -> list[Fault]:
+    """Return the fields that are read by name and hold a value of another kind."""
+
+    def fault(field: str, rule: str) -> Fault:
+        return Fault(where=f"{source}: {field}", value=config[field], rule=rule)
+
     faults = []
+    classes = config.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        faults.append(fault("architectures", "must be a list of class names"))
+    quantization = config.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        faults.append(fault("quantization_config", "must be a JSON object"))
+    faults += [
+        fault(field, "must be true or false")
+        for field in _SWITCHES
+        if config.get(field) is not None and not isinstance(config[field], bool)
+    ]
+    window = config.get("sliding_window")
+    if window is not None and not isinstance(window, list) and not _is_size(window, _LIMITS["max_position_embeddings"]):
+        faults.append(fault("sliding_window", "must be a positive integer or null"))
+    rotary = config.get("partial_rotary_factor")
+    if rotary is not None and (isinstance(rotary, bool) or not isinstance(rotary, int | float) or not 0 < rotary <= 1):
+        faults.append(fault("partial_rotary_factor", "must be a number above 0 and at most 1"))
+    return faults
+
+
+def _size_faults(
+    config: Mapping[str, Any], names: Mapping[str, str], source: str, *, one_per_layer: bool
+) -> list[Fault]:
+    """Return the sizes that are no sizes; `one_per_layer` allows a list with the size of each layer or stage."""
+    faults = [
+        Fault(where=f"{source}: {name}", value=value, rule=f"is beyond {_MOST_REPEATS:,}, which no model repeats")
+        for name, value in config.items()
+        if name not in _LIMITS and _REPEATED.search(name) and _largest(value) > _MOST_REPEATS
+    ]
     for field, limit in _LIMITS.items():
         name = names.get(field, field)
         if name not in config:
@@ -90,12 +130,17 @@ def _size_faults(config: Mapping[str, Any], names: Mapping[str, str], source: st
         value = config[name]
         if value is None and (field in _NULLABLE or name == "n_inner"):
             continue
-        if isinstance(value, list) and all(_is_size(item, limit) for item in value):
+        if one_per_layer and isinstance(value, list) and value and all(_is_size(item, limit) for item in value):
             continue
-        zero_allowed = value == 0 and field in _NULLABLE and not isinstance(value, bool)
+        zero_allowed = value == 0 and field in _ZERO_MEANS_NONE and not isinstance(value, bool)
         if not _is_size(value, limit) and not zero_allowed:
             faults.append(Fault(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}"))
     return faults
+
+
+def _largest(value: object) -> int:
+    items = value if isinstance(value, list) else [value]
+    return max((item for item in items if isinstance(item, int)), default=0)
 
 
 def _is_size(value: object, limit: int) -> bool:

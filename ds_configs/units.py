@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from .errors import Fault, UsageError
 
@@ -20,7 +21,7 @@ _FACTORS = {
     "tib": 2**40,
     "pib": 2**50,
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _LARGEST_BYTES = 10**18
 
 
@@ -37,7 +38,7 @@ def parse_bytes(text: str, *, where: str = "size") -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UsageError(Fault(where=where, value=text, rule="must be a size such as 80GB or 80GiB"))
-    value = round(float(match[1]) * factor)
+    value = round(Fraction(match[1]) * factor)
     if value > _LARGEST_BYTES:
         raise UsageError(Fault(where=where, value=text, rule="is beyond 1 EB"))
     return value

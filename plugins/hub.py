@@ -44,8 +44,8 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
         RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
         ShardwrightError: the Hub cannot be reached or denies access.
     """
-    path = Path(model).expanduser()
-    if path.exists():
+    path = _existing_path(model)
+    if path is not None:
         if revision is not None:
             raise UsageError(Fault(where="revision", value=revision, rule="only a Hub model has revisions"))
         return _read_local(path)
@@ -56,6 +56,20 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
     return _read_hub(model, revision)
 
 
+def _existing_path(model: str) -> Path | None:
+    """Return the local path that `model` names; `None` when there is none."""
+    if not model:
+        return None
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except OSError as error:
+        raise UsageError(Fault(where="model", value=model, rule=f"cannot be read ({error.strerror})")) from None
+    except (RuntimeError, ValueError):
+        # No home directory for `~`, or a character that no path holds.
+        return None
+
+
 def _read_local(path: Path) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -63,16 +77,17 @@ def _read_local(path: Path) -> ModelSource:
         fix = "it holds an adapter: give the base model" if adapter else "give a model directory or a config.json"
         raise UsageError(Fault(where="model", value=str(path), rule="has no config.json", fix=fix))
     try:
-        if file.stat().st_size > LARGEST_CONFIG_BYTES:
-            raise RefusedInputError(
-                Fault(where=str(file), value=file.stat().st_size, rule=f"is over {LARGEST_CONFIG_BYTES} bytes")
-            )
-        text = file.read_bytes()
+        config = parse_config_json(_read_config(file), source=str(path))
+        count = _local_checkpoint_parameters(path) if path.is_dir() else None
     except OSError as error:
-        raise UsageError(Fault(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
-    config = parse_config_json(text, source=str(path))
-    count = _local_checkpoint_parameters(path) if path.is_dir() else None
+        where = error.filename or str(file)
+        raise UsageError(Fault(where=str(where), rule=f"cannot be read ({error.strerror})")) from None
     return ModelSource(name=str(path.resolve()), revision=None, config=config, checkpoint_parameters=count)
+
+
+def _read_config(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(LARGEST_CONFIG_BYTES + 1)
 
 
 def _local_checkpoint_parameters(directory: Path) -> int | None:
@@ -80,7 +95,7 @@ def _local_checkpoint_parameters(directory: Path) -> int | None:
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RefusedInputError(Fault(where=str(index), rule=f"is not a safetensors index ({error!r})")) from None
     elif (directory / "model.safetensors").is_file():
         shards = ["model.safetensors"]
@@ -145,7 +160,7 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
 
 
 def _hub_source(model: str, commit: str | None, file: Path, count: int | None) -> ModelSource:
-    config = parse_config_json(file.read_bytes(), source=model)
+    config = parse_config_json(_read_config(file), source=model)
     return ModelSource(name=model, revision=commit, config=config, checkpoint_parameters=count)
 
 

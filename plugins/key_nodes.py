@@ -34,6 +34,7 @@ def section(keys: dict[str, Node], *, strict: bool, **extra: Any) -> Node:
 
 
 def booleans(*names: str) -> dict[str, Node]:
+    """Return a leaf that takes true or false for each name."""
     return {name: leaf("boolean") for name in names}
 
 
@@ -103,6 +104,7 @@ def from_pydantic(model: Any) -> Node:
 
 
 def from_dataclass(model: Any) -> dict[str, Node]:
+    """Return a node for each public field of a dataclass, from its annotations."""
     hints = typing.get_type_hints(model)
     keys: dict[str, Node] = {}
     for field in dataclasses.fields(model):

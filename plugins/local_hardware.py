@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.hardware import HardwareSpec, find_gpu, gpu_catalog, hardware_from_mapping, parse_hardware
-from ..ds_configs.units import parse_bytes
+from ..ds_configs.hardware import HardwareSpec, find_gpu, gpu_catalog, hardware_from_mapping, parse_overrides
 
 
 def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
@@ -21,6 +20,7 @@ def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) 
     Raises:
         UsageError: no accelerator is visible, or it is not in the catalog.
     """
+    stated = parse_overrides(host_memory=host_memory, nvme=_with_size(nvme))
     devices = _visible_devices()
     if not devices:
         raise UsageError(
@@ -38,11 +38,9 @@ def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) 
         "gpu": gpu,
         "gpus_per_node": len(devices),
         "gpu_bytes": memory,
-        "host_bytes_per_node": parse_bytes(host_memory) if host_memory else _host_bytes(),
+        "host_bytes_per_node": _host_bytes(),
     }
-    if nvme is not None:
-        values["nvme_path"], values["nvme_bytes_per_node"] = _nvme(nvme)
-    return hardware_from_mapping(values, name="local")
+    return hardware_from_mapping(values | stated, name="local")
 
 
 def _visible_devices() -> list[tuple[str, int]]:
@@ -79,11 +77,11 @@ def _host_bytes() -> int:
         return total
 
 
-def _nvme(text: str) -> tuple[str, int]:
-    """Read `PATH:SIZE`, or take the free space of `PATH`."""
-    if ":" in text:
-        stated = parse_hardware("T4", nvme=text)
-        return str(stated.nvme_path), stated.nvme_bytes_per_node
-    if not os.access(text, os.W_OK):
-        raise UsageError(Fault(where="nvme", value=text, rule="must be a directory that can be written"))
-    return text, shutil.disk_usage(text).free
+def _with_size(nvme: str | None) -> str | None:
+    """Complete a directory without a size with its free space."""
+    if nvme is None or ":" in nvme:
+        return nvme
+    path = Path(nvme).absolute()
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        raise UsageError(Fault(where="nvme", value=nvme, rule="must be a directory that can be written"))
+    return f"{path}:{shutil.disk_usage(path).free}"

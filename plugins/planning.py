@@ -13,7 +13,7 @@ import yaml
 
 from ..ds_configs.activations import ActivationEstimate, Mode
 from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware
+from ..ds_configs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ..ds_configs.job import TrainingJob
 from ..ds_configs.memory import ActivationSource, activations_are_stored
 from ..ds_configs.plan import Plan, make_plan
@@ -80,11 +80,7 @@ def read_hardware(text: str, *, host_memory: str | None = None, nvme: str | None
         return detect_hardware(host_memory=host_memory, nvme=nvme)
     if text.endswith((".yaml", ".yml")):
         stated = read_yaml_mapping(Path(text), what="hardware")
-        if host_memory is not None:
-            stated["host_bytes_per_node"] = host_memory
-        if nvme is not None:
-            reference = parse_hardware("T4", nvme=nvme)
-            stated |= {"nvme_path": reference.nvme_path, "nvme_bytes_per_node": reference.nvme_bytes_per_node}
+        stated |= parse_overrides(host_memory=host_memory, nvme=nvme)
         return hardware_from_mapping(stated, name=text)
     return parse_hardware(text, host_memory=host_memory, nvme=nvme)
 
@@ -96,16 +92,24 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
         UsageError: it cannot be read, is too large, is not YAML, or holds no mapping.
     """
     try:
-        if path.stat().st_size > _LARGEST_YAML_BYTES:
-            raise UsageError(Fault(where=what, value=str(path), rule=f"is over {_LARGEST_YAML_BYTES} bytes"))
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(Fault(where=what, value=str(path), rule=f"cannot be read ({error.strerror})")) from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        detail = str(error).replace("\n", " ")
+        with path.open("rb") as stream:
+            text = stream.read(_LARGEST_YAML_BYTES + 1)
+    except (OSError, ValueError) as error:
+        detail = getattr(error, "strerror", None) or str(error)
+        raise UsageError(Fault(where=what, value=str(path), rule=f"cannot be read ({detail})")) from None
+    if len(text) > _LARGEST_YAML_BYTES:
+        raise UsageError(Fault(where=what, value=str(path), rule=f"is over {_LARGEST_YAML_BYTES} bytes"))
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        detail = " ".join(str(error).split())
         raise UsageError(Fault(where=what, value=str(path), rule=f"is not valid YAML ({detail})")) from None
     if not isinstance(data, dict):
         raise UsageError(Fault(where=what, value=str(path), rule="must hold a mapping of keys and values"))
+    # Anchors can make a nested value exponentially larger than its text, and no key of these files needs one.
+    nested = [str(key) for key, value in data.items() if isinstance(value, dict | list | set | tuple)]
+    if nested:
+        raise UsageError([Fault(where=f"{path}: {key}", rule="must be one plain value") for key in nested])
     return {str(key): value for key, value in data.items()}
 
 
