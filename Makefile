@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TYPECHECK := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format gallery activations keys bench clean
+.PHONY: help install readme demo test test-fast lint format gallery activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
@@ -45,6 +45,9 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+readme: install
+	$(BIN)/python tests/readme_tree.py
 
 gallery: install
 	$(BIN)/python -m shardwright.cli.gallery tests/data/models ds_configs/gallery

@@ -38,7 +38,7 @@ def environment_facts() -> dict[str, Any]:
 
     accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), "none found")
-    default_config = Path.home() / ".cache/huggingface/accelerate/default_config.yaml"
+    default_config = Path(os.path.expanduser("~/.cache/huggingface/accelerate/default_config.yaml"))  # noqa: PTH111
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

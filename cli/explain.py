@@ -66,14 +66,16 @@ def _plan_explained(plan: Plan) -> dict[str, object]:
 
 def _show(plan: Plan) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from ..ds_configs.units import gigabytes
     from .show import console, memory_bar
 
     out = console()
     gpu = plan.chosen.memory.gpu
-    out.print(f"[bold]{display_name(plan.chosen.strategy)}[/bold] for {plan.model.name} on {plan.hardware.name}")
-    out.print(plan.chosen.reason)
+    place = f" for {plan.model.name} on {plan.hardware.name}"
+    out.print(Text(display_name(plan.chosen.strategy), style="bold") + Text(place))
+    out.print(plan.chosen.reason, markup=False)
     out.print(memory_bar(gpu))
     phases = ", ".join(f"{name} {gigabytes(count)}" for name, count in gpu.phases.items())
     out.print(f"Tensors by phase, GB: {phases}. The largest decides.")
@@ -85,4 +87,4 @@ def _show(plan: Plan) -> None:
     out.print(table)
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:
-        out.print(f"- {other.reason}")
+        out.print(f"- {other.reason}", markup=False)

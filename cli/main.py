@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from itertools import pairwise
 from types import FrameType
 
@@ -43,6 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 does not fit, 4 refused input."""
     try:
         result = build_app()(list(arguments), exit_on_error=False, print_error=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
         return _report(2, str(error).strip() or type(error).__name__, arguments)
@@ -56,6 +58,11 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of stdout left (`| head`); a second flush at exit would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        return _report(1, f"{place}{error.strerror or error}", arguments)
 
 
 def _report(code: int, message: str, arguments: Sequence[str], error: ShardwrightError | None = None) -> int:
@@ -84,4 +91,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Console script."""
     signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        # A bar or a path that the terminal's encoding lacks is shown escaped.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     raise SystemExit(run(sys.argv[1:]))

@@ -152,7 +152,9 @@ def _hardware(settings: PlanSettings) -> HardwareSpec:
             Fault(where="hardware", rule="is missing", fix="give --hardware, such as 8xA100-80GB, or local")
         )
     wanted = settings.num_processes
-    if wanted is not None and wanted > 0 and not re.match(r"\d+x", text) and not text.endswith((".yaml", ".yml")):
+    if wanted is not None and wanted < 1:
+        raise UsageError(Fault(where="num_processes", value=wanted, rule="must be at least 1"))
+    if wanted is not None and not re.match(r"\d+x", text) and not text.endswith((".yaml", ".yml")):
         text = text if text == "local" else f"{wanted}x{text}"
     cluster = read_hardware(text, host_memory=settings.host_memory, nvme=settings.nvme)
     if wanted is not None and wanted != cluster.world_size:
@@ -170,7 +172,7 @@ def _hardware(settings: PlanSettings) -> HardwareSpec:
 def _does_not_fit(error: PlanDoesNotFitError) -> dict[str, object]:
     return {
         "schema_version": 1,
-        "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0]},
+        "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "faults": []},
         "chosen": None,
         "rejected": [rejected_dict(candidate) for candidate in error.tried],
         "would_fit": [

@@ -311,6 +311,7 @@ def _gpt2(config: Mapping[str, Any], *, name: str, revision: str | None) -> Mode
         ),
         parameters=tuple(parameters),
         learned_positions=config["n_positions"],
+        residual_dropout_masks=2 if config.get("resid_pdrop", 0.1) else 0,
         layer_classes=("GPT2Block",),
         tied_embeddings=tied,
         source="config",

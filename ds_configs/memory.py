@@ -212,8 +212,14 @@ def _activation_terms(
 ) -> dict[Phase, Terms]:
     traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
     checkpointing = strategy.gradient_checkpointing
-    per_layer = traced.checkpointed_bytes_per_layer if checkpointing else traced.saved_bytes_per_layer
-    transient = traced.recompute_backward_transient_bytes if checkpointing else traced.backward_transient_bytes
+    tokens = strategy.micro_batch_size * job.seq_len_tokens
+    dropout_masks = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
+    if checkpointing:
+        per_layer = traced.checkpointed_bytes_per_layer
+        transient = traced.recompute_backward_transient_bytes + dropout_masks
+    else:
+        per_layer = traced.saved_bytes_per_layer + dropout_masks
+        transient = traced.backward_transient_bytes
     ranks = strategy.sp * strategy.cp
     kept = {
         "activations": (model.dimensions.num_layers * per_layer + traced.outside_layer_bytes) // ranks,
@@ -230,8 +236,7 @@ def _activation_terms(
         loss["dequantized_weight"] = backward["dequantized_weight"] = job.compute_bytes * widest
     if job.teacher is not None:
         vocabulary = job.teacher.dimensions.vocab_size
-        tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
-        loss["teacher_logits"] = (4 + job.compute_bytes) * tokens * vocabulary
+        loss["teacher_logits"] = (4 + job.compute_bytes) * tokens // ranks * vocabulary
     return {"init": {}, "loss": loss, "backward": backward, "step": {}}
 
 

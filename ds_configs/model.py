@@ -81,6 +81,8 @@ class ModelSpec:
     """Rows of a learned position table, which bound the sequence; `None` with rotary or relative positions."""
     sliding_window: int | None = None
     """Tokens that attention looks back in some layers; a longer sequence brings a mask. `None` for full attention."""
+    residual_dropout_masks: int = 0
+    """Dropout masks of hidden size that each layer keeps for the backward pass, one byte per element on CUDA."""
     weight_conversion: bool = False
     """Whether loading fuses tensors (mixture of experts), which materialises them on every rank."""
     source: Literal["config", "meta"]

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +175,12 @@ def _hub_checkpoint_parameters(model: str, commit: str | None) -> int | None:
 
     try:
         metadata = get_safetensors_metadata(model, revision=commit)
+        return sum(int(count) for count in metadata.parameter_count.values())
     except NotASafetensorsRepoError:
         return None
-    except SafetensorsParsingError as error:
-        raise RefusedInputError(Fault(where=model, rule=f"has a corrupt safetensors header ({error})")) from None
-    return sum(int(count) for count in metadata.parameter_count.values())
+    except (SafetensorsParsingError, KeyError, TypeError, AttributeError, JSONDecodeError) as error:
+        # huggingface_hub 1.33 checks that a header is JSON, but not what is in it, and its index not at all.
+        raise RefusedInputError(Fault(where=model, rule=f"has a corrupt safetensors header ({error!r})")) from None
 
 
 def _explain_hub_error(model: str, revision: str | None, error: Exception) -> ShardwrightError:

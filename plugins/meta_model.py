@@ -1,15 +1,18 @@
 """`ModelSpec` of any model that transformers can build, from the meta device: exact, without memory or weights.
 
-Seen with transformers 5.17: a config.json may name the attention implementation or remote code
-(`_attn_implementation_internal`, `auto_map`); both are dropped here, and a model type that transformers does not
-know is refused.
+Seen with transformers 5.17: a config.json may name remote code, attention or expert kernels of a Hub repository
+(`auto_map`, `attn_implementation`, `experts_implementation`, also inside `text_config`) and a backbone that the
+config classes look up on the Hub. The first are dropped here, the last is refused, as is a model type that
+transformers does not know. Building also writes into nested mappings, so it gets a copy.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Literal
 
 from ..ds_configs.dimensions import Dimensions
@@ -18,6 +21,7 @@ from ..ds_configs.model import Group, ModelSpec, ParameterKind, ParameterShape
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
 
+_CODE_FIELDS = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 _LAYER_INDEX = re.compile(r"\.\d+\.")
 _POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
@@ -38,16 +42,12 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
         raise RefusedInputError(
             Fault(where=f"{source}: model_type", value=model_type, rule="is unknown to transformers", fix=fix)
         )
-    values = {
-        key: value
-        for key, value in config.items()
-        if not key.startswith("_")
-        and key not in ("model_type", "auto_map", "attn_implementation", "quantization_config")
-    }
+    values = _without_code(config)
+    del values["model_type"]
     architecture = (config.get("architectures") or [None])[0]
     try:
-        built = transformers.AutoConfig.for_model(model_type, **values)
-        with torch.device("meta"):
+        with _no_network(), torch.device("meta"):
+            built = transformers.AutoConfig.for_model(model_type, **values)
             model_class = _model_class(transformers, architecture)
             if model_class is not None:
                 return model_class(built)
@@ -56,10 +56,32 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
             return transformers.AutoModel.from_config(built, trust_remote_code=False)
     except Exception as error:
         # Model classes raise whatever their arithmetic meets on absurd values.
-        detail = (str(error) or type(error).__name__).splitlines()[0]
+        detail = " ".join(str(error).split())[:300] or type(error).__name__
         raise RefusedInputError(
             Fault(where=source, rule=f"transformers cannot build this {model_type} config ({detail})")
         ) from None
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy without the fields that name code or kernels to run."""
+    return {
+        key: _without_code(value) if isinstance(value, dict) else deepcopy(value)
+        for key, value in config.items()
+        if not key.startswith("_") and key not in _CODE_FIELDS
+    }
+
+
+@contextmanager
+def _no_network() -> Iterator[None]:
+    """Make huggingface_hub refuse requests meanwhile; it reads its offline switch at each request."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _model_class(transformers: Any, architecture: object) -> Any:
@@ -93,6 +115,7 @@ def model_spec_from_meta(config: Mapping[str, Any], *, name: str, revision: str 
         tied_embeddings=input_weight is not None and input_weight is output_weight,
         learned_positions=_learned_positions(parameters, text),
         sliding_window=_sliding_window(text),
+        residual_dropout_masks=2 if model.config.model_type == "gpt2" and model.config.resid_pdrop else 0,
         weight_conversion=any(p.kind == "experts" for p in parameters),
         source="meta",
     )
@@ -135,28 +158,33 @@ def _task(class_name: str, *, encoder_decoder: bool) -> Task:
 
 
 def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions:
-    hidden = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0) or 0)
-    heads = int(getattr(text, "num_attention_heads", 0) or 1)
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
-    experts = experts or getattr(text, "n_routed_experts", None) or 0
-    intermediate = next(
-        (value for field in ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim")
-         if isinstance(value := getattr(text, field, None), int)),
-        4 * hidden,
-    )  # fmt: skip
+    hidden = _size(text, "hidden_size", "d_model")
+    heads = _size(text, "num_attention_heads") or 1
+    experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts")
+    intermediate = _size(text, "intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim") or 4 * hidden
     has_dense_mlp = not experts or any(p.group == "mlp" and p.kind == "linear" for p in parameters)
     return Dimensions(
-        num_layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        num_layers=_size(text, "num_hidden_layers"),
         hidden_size=hidden,
         intermediate_size=intermediate if has_dense_mlp else 0,
         num_attention_heads=heads,
-        num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or hidden // heads),
-        vocab_size=int(getattr(text, "vocab_size", 0) or 0),
-        num_experts=int(experts),
-        experts_per_token=int(getattr(text, "num_experts_per_tok", 0) or 0) if experts else 0,
-        expert_intermediate_size=int(getattr(text, "moe_intermediate_size", intermediate)) if experts else 0,
+        num_key_value_heads=_size(text, "num_key_value_heads") or heads,
+        head_dim=_size(text, "head_dim", "d_kv") or hidden // heads,
+        vocab_size=_size(text, "vocab_size"),
+        num_experts=experts,
+        experts_per_token=_size(text, "num_experts_per_tok") if experts else 0,
+        expert_intermediate_size=_size(text, "moe_intermediate_size") or intermediate if experts else 0,
     )
+
+
+def _size(config: Any, *fields: str) -> int:
+    """Return the first of the fields that holds a size, the largest where each layer has its own; 0 for none."""
+    for field in fields:
+        value = getattr(config, field, None)
+        sizes = [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, int)]
+        if sizes and max(sizes) > 0:
+            return max(sizes)
+    return 0
 
 
 def _parameter_shapes(model: Any) -> tuple[ParameterShape, ...]:
