@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from ..ds_configs.errors import Fault, UsageError
 from .check import findings_as_dicts, run_check
 
 
@@ -34,6 +35,8 @@ def check_command(
     format
         human or json; json prints one object on stdout.
     """
+    if num_processes is not None and num_processes < 1:
+        raise UsageError(Fault(where="num_processes", value=num_processes, rule="must be at least 1"))
     findings = run_check(files, world_size=num_processes, uses_transformers=transformers)
     errors = sum(finding.kind == "error" for finding in findings)
     if format == "json":

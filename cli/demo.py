@@ -96,10 +96,14 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
         "--losses-json",
         str(losses.absolute()),
     ]
-    # The launcher of this interpreter, whatever PATH says.
-    launcher = Path(sys.executable).parent / command[0]
-    command[0] = str(launcher) if launcher.exists() else command[0]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # This interpreter's launcher and ninja come first: another ninja would rebuild DeepSpeed's operators each time.
+    programs = Path(sys.executable).parent
+    environment = os.environ | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    if (programs / command[0]).exists():
+        command[0] = str(programs / command[0])
     try:
         finished = subprocess.run(command, env=environment, timeout=TIME_LIMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -109,5 +113,7 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
         ) from None
     if finished.returncode != 0:
         raise ShardwrightError(f"the launch ended with exit code {finished.returncode}; its output is above")
-    values: list[float] = json.loads(losses.read_text(encoding="utf-8"))
-    return values
+    record: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
+    if record["world_size"] != plan.hardware.world_size:
+        raise ShardwrightError(f"{record['world_size']} ranks trained, the plan says {plan.hardware.world_size}")
+    return list(record["losses"])

@@ -28,13 +28,14 @@ def explain_command(subject: str, *, format: Literal["human", "json"] = "human")
     """
     name = subject.strip().lower().replace(" ", "_").replace("-", "_")
     meanings = _meanings()
-    if not Path(subject).exists() and name in meanings:
+    exists = _exists(subject)
+    if not exists and name in meanings:
         if format == "json":
             print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))
         else:
             print(f"{name}: {meanings[name]}")
         return 0
-    if not Path(subject).exists():
+    if not exists:
         near = get_close_matches(name, list(meanings), n=3, cutoff=0.5)
         fix = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(meanings)}"
         raise UsageError(Fault(where="subject", value=subject, rule="is no plan, memory term or rule", fix=fix))
@@ -46,9 +47,21 @@ def explain_command(subject: str, *, format: Literal["human", "json"] = "human")
     return 0
 
 
+def _exists(subject: str) -> bool:
+    try:
+        return Path(subject).exists()
+    except OSError:
+        # Longer than a path can be, or in a directory that may not be searched.
+        return False
+
+
 def _meanings() -> dict[str, str]:
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
     return dict(TERM_MEANINGS) | rules
+
+
+def _meaning(term: str) -> str:
+    return TERM_MEANINGS.get(term, "a term that this version does not know")
 
 
 def _plan_explained(plan: Plan) -> dict[str, object]:
@@ -59,7 +72,7 @@ def _plan_explained(plan: Plan) -> dict[str, object]:
         "strategy": plan.chosen.strategy.label,
         "reason": plan.chosen.reason,
         "phases": gpu.phases,
-        "terms": {name: {"bytes": count, "meaning": TERM_MEANINGS[name]} for name, count in gpu.terms.items()},
+        "terms": {name: {"bytes": count, "meaning": _meaning(name)} for name, count in gpu.terms.items()},
         "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
     }
 
@@ -83,7 +96,7 @@ def _show(plan: Plan) -> None:
     for column in ("term", "GB", "what it is"):
         table.add_column(column, justify="right" if column == "GB" else "left")
     for name, count in sorted(gpu.terms.items(), key=lambda item: -item[1]):
-        table.add_row(name.replace("_", " "), gigabytes(count), TERM_MEANINGS[name])
+        table.add_row(name.replace("_", " "), gigabytes(count), _meaning(name))
     out.print(table)
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 
 def schema_command(subject: Literal["settings", "hardware", "plan"] = "settings") -> int:
@@ -14,16 +14,89 @@ def schema_command(subject: Literal["settings", "hardware", "plan"] = "settings"
     subject
         settings (the YAML of plan --config), hardware (the YAML of --hardware), or plan (what plan.json holds).
     """
+    schemas = {"settings": _settings_schema, "hardware": _hardware_schema, "plan": _plan_schema}
+    print(json.dumps(schemas[subject](), indent=2))
+    return 0
+
+
+def _settings_schema() -> dict[str, Any]:
+    from .settings import PlanSettings
+
+    return PlanSettings.model_json_schema()
+
+
+def _hardware_schema() -> dict[str, Any]:
+    """Return the schema of the YAML: sizes may carry a unit, and a catalog name supplies what is missing."""
+    schema = _schema_of("HardwareSpec")
+    fields = schema["properties"]
+    del fields["assumed"]
+    for name, field in fields.items():
+        if "bytes" in name or "flops" in name:
+            fields[name] = {"title": field["title"], "anyOf": [{"type": "number"}, {"type": "string"}]}
+    del schema["required"]
+    return schema | {"additionalProperties": False}
+
+
+def _plan_schema() -> dict[str, Any]:
+    """Return the schema of `plan.json`, whose parts nest differently from the dataclasses (`plan_to_dict`)."""
+    schema = _schema_of("PlanData")
+    parts = schema["$defs"]
+    memory = parts["MemoryEstimate"]["properties"]
+    job = parts["TrainingJob"]["properties"]
+    parts["TrainingJob"]["properties"] = {"seq_len": job.pop("seq_len_tokens")} | job
+    parts["Strategy"]["properties"]["label"] = {"type": "string"}
+    host = parts["HostMemory"]
+    nvme_used = host["properties"].pop("nvme_bytes_per_node")
+    host["properties"]["nvme_capacity_bytes_per_node"] = memory["nvme_capacity_bytes_per_node"]
+    host["required"] = [name for name in host["required"] if name in host["properties"]]
+    layout = {
+        "strategy": {"$ref": "#/$defs/Strategy"},
+        "gpu_memory": memory["gpu"],
+        "host_memory": memory["host"],
+        "nvme_bytes_per_node": nvme_used,
+        "reason": {"type": "string"},
+    }
+    chosen = layout | {"step_time": {"type": ["object", "null"]}}
+    del parts["MemoryEstimate"], parts["Evaluated"]
+    text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
+    model = {
+        "name": text,
+        "parameters": count,
+        "trainable_parameters": count,
+        "architecture": text,
+        "model_type": text,
+        "revision": {"type": ["string", "null"]},
+        "parameters_by_group": {"type": "object", "additionalProperties": count},
+        "layer_classes": texts,
+        "spec": {"$ref": "#/$defs/ModelSpec"},
+    }
+    properties = {
+        "schema_version": {"const": 1},
+        "model": _object(model),
+        "hardware": {"$ref": "#/$defs/HardwareSpec"},
+        "job": {"$ref": "#/$defs/TrainingJob"},
+        "chosen": _object(chosen),
+        "rejected": {"type": "array", "items": _object(layout)},
+        "files": texts,
+        "versions": {"type": "object", "additionalProperties": text},
+    }
+    return _object(properties) | {"$defs": parts}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties),
+        "additionalProperties": False,
+    }
+
+
+def _schema_of(name: str) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     from ..ds_configs.hardware import HardwareSpec
     from ..ds_configs.plan_data import PlanData
-    from .settings import PlanSettings
 
-    adapters: dict[str, TypeAdapter[object]] = {
-        "settings": TypeAdapter(PlanSettings),
-        "hardware": TypeAdapter(HardwareSpec),
-        "plan": TypeAdapter(PlanData),
-    }
-    print(json.dumps(adapters[subject].json_schema(), indent=2))
-    return 0
+    adapter: TypeAdapter[Any] = TypeAdapter({"HardwareSpec": HardwareSpec, "PlanData": PlanData}[name])
+    return adapter.json_schema()

@@ -28,7 +28,6 @@ _LIMITS: Mapping[str, int] = {
     "max_position_embeddings": 1_000_000_000,
 }
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-_NULLABLE = ("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size")
 _ZERO_MEANS_NONE = ("num_experts", "num_local_experts", "moe_intermediate_size")
 _REPEATED = re.compile(r"(layers?|depths?|blocks|stages|experts)$")
 """Endings of the fields that transformers builds modules in a loop for, in any family."""
@@ -128,7 +127,7 @@ def _size_faults(
         if name not in config:
             continue
         value = config[name]
-        if value is None and (field in _NULLABLE or name == "n_inner"):
+        if value is None:
             continue
         if one_per_layer and isinstance(value, list) and value and all(_is_size(item, limit) for item in value):
             continue

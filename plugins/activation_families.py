@@ -123,7 +123,7 @@ def feature_names(family: str, adapter: Adapter, attention: str) -> list[str]:
 
 
 def sample_shapes(family: str, count: int, *, adapter: Adapter = "none", seed: int = 20) -> list[Shape]:
-    """Draws shapes: widths are multiples of 8 and token counts are not, so no activation is shaped
+    """Draws shapes: widths are multiples of 8, token and expert counts are not, so no activation is shaped
     like a weight; a batch of one and a single expert per token are left out because each skips one small copy."""
     choose = random.Random(f"{family} {seed}")
     mixture = family in MIXTURES
@@ -143,7 +143,7 @@ def sample_shapes(family: str, count: int, *, adapter: Adapter = "none", seed: i
             num_key_value_heads=heads if family == "gpt2" else groups,
             head_dim=head_dim,
             vocab_size=8 * choose.randint(30, 70),
-            num_experts=choose.choice([4, 6, 8, 10]) if mixture else 0,
+            num_experts=choose.choice([4, 6, 10, 12]) if mixture else 0,
             experts_per_token=choose.choice([2, 3, 4]) if mixture else 0,
             expert_intermediate_size=8 * choose.randint(6, 30) if mixture else 0,
         )

@@ -1,7 +1,7 @@
 """Reads `config.json` and safetensors headers from a Hub repository or a local path; never weights, never code.
 
-Seen with huggingface_hub 1.33: a branch name resolves to a commit with `model_info(...).sha`, and every later
-download pins that commit, so that a plan says which revision it was made for.
+Seen with huggingface_hub 1.33: `model_info` tells a gated, a missing and a private repository apart; a download by
+branch name lies under its commit in the cache, where offline mode finds it again, and that commit is what a plan pins.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
         if HF_HUB_OFFLINE:
             file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
             return _hub_source(model, _commit_of(Path(file)), Path(file), None)
-        commit = HfApi().model_info(model, revision=revision).sha
-        file = hf_hub_download(model, "config.json", revision=commit)
+        sha = HfApi().model_info(model, revision=revision).sha
+        file = hf_hub_download(model, "config.json", revision=revision)
+        commit = _commit_of(Path(file)) or sha
         return _hub_source(model, commit, Path(file), _hub_checkpoint_parameters(model, commit))
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
         if isinstance(error, ShardwrightError):

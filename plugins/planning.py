@@ -21,6 +21,8 @@ from .models import LoadedModel, load_model
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 _LARGEST_YAML_BYTES = 2**20
+_LARGEST_NUMBER = 10**30
+"""Python refuses to print integers of some thousand digits, and anchors can nest lists beyond any memory."""
 
 
 def plan(
@@ -106,10 +108,13 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
         raise UsageError(Fault(where=what, value=str(path), rule=f"is not valid YAML ({detail})")) from None
     if not isinstance(data, dict):
         raise UsageError(Fault(where=what, value=str(path), rule="must hold a mapping of keys and values"))
-    # Anchors can make a nested value exponentially larger than its text, and no key of these files needs one.
-    nested = [str(key) for key, value in data.items() if isinstance(value, dict | list | set | tuple)]
-    if nested:
-        raise UsageError([Fault(where=f"{path}: {key}", rule="must be one plain value") for key in nested])
+    faults = [
+        Fault(where=f"{path}: {key}", rule="must be one plain value")
+        for key, value in data.items()
+        if isinstance(value, dict | list | set | tuple) or (isinstance(value, int) and abs(value) > _LARGEST_NUMBER)
+    ]
+    if faults:
+        raise UsageError(faults)
     return {str(key): value for key, value in data.items()}
 
 

@@ -15,7 +15,7 @@ def launch_arguments(plan: PlanData, *, directory: str = ".") -> list[str]:
     Accelerate starts a single process for MULTI_CPU, so plain data parallelism over CPU ranks uses torchrun.
     """
     training = [*_training_module_arguments(plan, directory)]
-    if plan.hardware.gpu == "CPU" and plan.chosen.strategy.engine in ("ddp", "fsdp2"):
+    if plan.hardware.gpu == "CPU" and plan.chosen.strategy.engine == "ddp":
         return ["torchrun", "--standalone", f"--nproc_per_node={plan.hardware.world_size}", "-m", *training]
     return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
 

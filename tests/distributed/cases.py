@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from planning import llama
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.plan import make_plan
+from shardwright.ds_configs.render.deepspeed import deepspeed_config
+
 STEPS = 5
 SEQ_LEN = 64
 RANKS = 2
@@ -60,24 +66,12 @@ class Case:
 def deepspeed_configuration(
     zero_stage: int, *, offload_optimizer: bool = False, offload_param: bool = False
 ) -> dict[str, Any]:
-    """Return a configuration that leaves to ``TrainingArguments`` what both know.
-
-    Without ``gradient_clipping`` DeepSpeed 0.19.8 clips at 1.0 whatever ``max_grad_norm`` says, and Accelerate
-    1.15.0 writes ``gradient_accumulation_steps: 1`` where the key is missing.
-    """
-    zero: dict[str, Any] = {"stage": zero_stage, "reduce_bucket_size": 1_000_000}
-    if offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if offload_param:
-        zero["offload_param"] = {"device": "cpu"}
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": zero,
-    }
+    """Return the configuration that the planner renders for a small Llama on two CPU ranks."""
+    offload = "cpu-all" if offload_param else "cpu" if offload_optimizer else "none"
+    job = TrainingJob(seq_len_tokens=SEQ_LEN, optimizer="adamw_torch", strategy=f"zero{zero_stage}", offload=offload)
+    plan = make_plan(llama(hidden_size=64, intermediate_size=128), parse_hardware(f"{RANKS}xCPU"), job)
+    assert plan.chosen.strategy.zero_stage == zero_stage
+    return deepspeed_config(plan)
 
 
 ENGINES: list[dict[str, Any]] = [

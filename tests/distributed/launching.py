@@ -49,7 +49,14 @@ def run(arguments: Sequence[str], *, timeout_seconds: float, environment: Mappin
     """
     # Two versions of ninja would each rebuild DeepSpeed's operators: use the one beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    visible = {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    modules = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    visible = {
+        "PATH": path,
+        "PYTHONPATH": modules,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [sys.executable, *arguments]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(

@@ -1,0 +1,130 @@
+"""The training entry point under `accelerate launch --config_file` with the files that a plan consists of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cases import RANKS, SEQ_LEN, STEPS, Case, deepspeed_configuration
+from launching import accelerate_launch, torchrun
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.distributed
+
+MODULE = "shardwright.trainers.train_causal_lm"
+
+
+def write_plan(directory: Path, case: Case) -> tuple[Path, Path]:
+    """Write accelerate.yaml, ds_config.json and the training arguments, and return the first and the last."""
+    settings = case.training_arguments()
+    accelerate: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "num_machines": 1,
+        "num_processes": RANKS,
+        "machine_rank": 0,
+    }
+    if case.engine == "deepspeed":
+        configuration = directory / "ds_config.json"
+        configuration.write_text(json.dumps(settings.pop("deepspeed")))
+        accelerate["distributed_type"] = "DEEPSPEED"
+        accelerate["deepspeed_config"] = {
+            "deepspeed_config_file": str(configuration),
+            "zero3_init_flag": case.zero_stage == 3,
+        }
+    else:
+        settings = {key: value for key, value in settings.items() if not key.startswith("fsdp")}
+        accelerate |= {"distributed_type": "FSDP", "mixed_precision": "bf16" if case.bf16 else "no"}
+        accelerate["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+    config_file, arguments_file = directory / "accelerate.yaml", directory / "training_arguments.json"
+    config_file.write_text(yaml.safe_dump(accelerate))
+    arguments_file.write_text(json.dumps(settings))
+    return config_file, arguments_file
+
+
+def flags(model: Path, arguments_file: Path, directory: Path, *more: str) -> list[str]:
+    losses = ["--losses-json", str(directory / "losses.json"), "--seq-len", str(SEQ_LEN), "--text", __file__]
+    output = ["--output-dir", str(directory / "trained")]
+    return ["--model", str(model), "--training-arguments", str(arguments_file), *losses, *output, *more]
+
+
+def read_losses(directory: Path, engine: str) -> list[float]:
+    record = json.loads((directory / "losses.json").read_text())
+    assert (record["world_size"], record["engine"], len(record["losses"])) == (RANKS, engine, STEPS)
+    losses: list[float] = record["losses"]
+    return losses
+
+
+def test_zero2_bf16_loses_the_same_under_accelerate_and_torchrun(
+    tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
+) -> None:
+    """`accelerate launch` names the file in its environment, under torchrun TrainingArguments names it."""
+    case = Case(engine="deepspeed", zero_stage=2, bf16=True, accumulation=2)
+    config_file, arguments_file = write_plan(tmp_path, case)
+    accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, "--no-save"))
+    by_accelerate = read_losses(tmp_path, "deepspeed")
+
+    arguments_file.write_text(json.dumps(case.training_arguments()))
+    torchrun(["-m", MODULE, *flags(tiny_llama, arguments_file, tmp_path, "--no-save")], ranks=RANKS)
+    assert by_accelerate == read_losses(tmp_path, "deepspeed")
+    assert by_accelerate[-1] < by_accelerate[0] - 0.8
+
+
+def test_zero3_offload_saves_a_model_directory(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    case = Case(engine="deepspeed", zero_stage=3, offload_optimizer=True, offload_param=True, bf16=True)
+    config_file, arguments_file = write_plan(tmp_path, case)
+    printed = accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path))
+    losses = read_losses(tmp_path, "deepspeed")
+    assert losses[-1] < losses[0] - 0.8
+    assert "stage3_gather_16bit_weights_on_model_save was missing" in printed
+
+    trained = tmp_path / "trained"
+    assert not [path.name for path in trained.iterdir() if path.suffix in {".bin", ".pt"} or path.is_dir()]
+    start, saved = load_file(tiny_llama / "model.safetensors"), load_file(trained / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in saved.items()} == {
+        name: tensor.shape for name, tensor in start.items()
+    }
+    assert all((saved[name].float() - start[name]).abs().max() > 1e-3 for name in start if "proj" in name)
+    tokens_1T = torch.tensor([AutoTokenizer.from_pretrained(trained)("import json\n" * 8)["input_ids"]])
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens_1T, labels=tokens_1T).loss
+        for path in (tiny_llama, trained)
+    )
+    assert after < before - 0.5
+
+
+def test_fsdp2_lora_saves_whole_adapters(tiny_llama: Path, tmp_path: Path) -> None:
+    config_file, arguments_file = write_plan(tmp_path, Case(engine="fsdp2", bf16=True, accumulation=2))
+    lora = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj,down_proj"]
+    accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, *lora))
+    losses = read_losses(tmp_path, "fsdp2")
+    assert losses[-1] < losses[0]
+
+    adapters = load_file(tmp_path / "trained" / "adapter_model.safetensors")
+    assert sorted({tuple(tensor.shape) for name, tensor in adapters.items() if "lora_A" in name}) == [
+        (4, 64),
+        (4, 128),
+    ]
+    assert len(adapters) == 2 * 2 * 2
+    assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
+
+
+def test_zero3_is_refused_before_training_when_its_weights_cannot_be_saved(
+    tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
+) -> None:
+    config_file, arguments_file = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3))
+    configuration = deepspeed_configuration(3)
+    configuration["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
+    (tmp_path / "ds_config.json").write_text(json.dumps(configuration))
+    with pytest.raises(RuntimeError, match="can be saved under ZeRO-3 only when the weights are gathered"):
+        accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path))

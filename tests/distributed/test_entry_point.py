@@ -1,0 +1,113 @@
+"""What the entry point reads, refuses and writes, without a launcher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.trainers.train_causal_lm import main, pack, parse_flags, read_settings
+
+REQUIRED = ["--model", "model", "--output-dir", "out"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora-rank", "8"], "needs --method lora"),
+        (["--seq-len", "1"], "at least 2 tokens"),
+        (["--max-steps", "0"], "--max-steps = 0: at least 1"),
+        (["--text", "missing.txt", "--training-arguments", "none.json"], "'none.json': no such file"),
+    ],
+)
+def test_bad_flags_are_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*REQUIRED, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_all_bad_flags_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*REQUIRED, "--seq-len", "0", "--max-steps", "0", "--lora-targets", "q_proj"]) == 2
+    assert capsys.readouterr().err.count("\n") == 3
+
+
+def test_hyphens_and_underscores_are_the_same() -> None:
+    assert parse_flags([*REQUIRED, "--seq_len=32"]).seq_len == parse_flags([*REQUIRED, "--seq-len", "32"]).seq_len
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.json"
+    path.write_text(json.dumps({"max_steps": 7, "logging_steps": 3, "seed": 5}))
+    found = read_settings(parse_flags([*REQUIRED, "--training-arguments", str(path), "--max-steps", "2"]))
+    assert found == {
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 3,
+        "max_steps": 2,
+        "seed": 5,
+        "output_dir": "out",
+    }
+
+
+def test_an_unknown_training_argument_names_the_nearest(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "arguments.json"
+    path.write_text(json.dumps({"lerning_rate": 1e-4, "fp16": True, "use_cpu": False}))
+    arguments = ["--model", str(tiny_llama), "--output-dir", str(tmp_path), "--training-arguments", str(path)]
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert "did you mean 'learning_rate'?" in printed
+    assert "fp16 needs an accelerator" in printed
+    assert "need use_cpu = True" in printed
+
+
+def test_a_sequence_longer_than_the_model_knows_is_refused(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(tiny_llama), "--output-dir", str(tmp_path), "--seq-len", "129"]) == 2
+    assert "max_position_embeddings is 128" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_safetensors_are_refused(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").touch()
+    assert main(["--model", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--seq-len", "64"]) == 4
+    assert "safetensors only" in capsys.readouterr().err
+
+
+def test_a_configuration_alone_trains_from_random_weights(tiny_llama: Path, tmp_path: Path) -> None:
+    """One process, no launcher: one optimizer step on Python's help topics."""
+    losses, output = tmp_path / "losses.json", tmp_path / "trained"
+    arguments = ["--model", str(tiny_llama / "config.json"), "--output-dir", str(output), "--seq-len", "64"]
+    assert main([*arguments, "--max-steps", "1", "--losses-json", str(losses)]) == 0
+    record = json.loads(losses.read_text())
+    assert record["world_size"] == 1
+    # Weights near zero predict all 512 tokens alike, which costs ln 512 = 6.24 nats.
+    assert record["losses"] == [pytest.approx(6.24, abs=0.1)]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in output.iterdir()}
+
+
+@given(text=st.text(), seq_len=st.integers(2, 9))
+@settings(max_examples=50, deadline=None)
+def test_packed_samples_are_the_text_without_its_rest(text: str, seq_len: int) -> None:
+    tokenizer = byte_tokenizer(300)
+    samples = pack([text, "end of the text"], tokenizer, seq_len)
+    tokens = [token for sample in samples for token in sample["input_ids"].tolist()]
+    whole = [*tokenizer(text)["input_ids"], 256, *tokenizer("end of the text")["input_ids"], 256]
+    assert tokens == whole[: len(whole) // seq_len * seq_len]
+    assert all(len(sample["labels"]) == seq_len for sample in samples)
+
+
+@given(text=st.text())
+@settings(max_examples=50, deadline=None)
+def test_byte_ids_are_as_many_as_bytes_and_decode_to_the_text(text: str) -> None:
+    tokenizer = byte_tokenizer(256)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert all(0 <= index < 256 for index in ids)
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text

@@ -1,0 +1,54 @@
+"""Plans for two CPU ranks run as written: the launch line of each, with its own files, ends at the same losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import run
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.plan import Plan
+from shardwright.plugins.planning import plan
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 4
+LAYOUTS = [
+    TrainingJob(seq_len_tokens=64, global_batch_size=8, micro_batch_size=2, precision="fp32", strategy="ddp"),
+    TrainingJob(seq_len_tokens=64, global_batch_size=8, micro_batch_size=2, precision="fp32", strategy="fsdp2"),
+    TrainingJob(
+        seq_len_tokens=64,
+        global_batch_size=8,
+        micro_batch_size=2,
+        precision="fp32",
+        strategy="zero3",
+        offload="cpu-all",
+    ),
+]
+
+
+def launch(made: Plan, directory: Path) -> list[float]:
+    """Write the plan, run its `launch.sh`'s line, and return the losses of its steps."""
+    made.write(directory)
+    line = (directory / "launch.sh").read_text().splitlines()[-1]
+    assert line.startswith("exec ")
+    losses = directory / "losses.json"
+    arguments = ["--random-weights", "--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
+    script = ["-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
+    run([*script, "bash", str(directory / "launch.sh"), *arguments], timeout_seconds=240)
+    record = json.loads(losses.read_text())
+    assert record["world_size"] == made.hardware.world_size
+    return list(record["losses"])
+
+
+def test_generated_files_run_and_agree(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    losses = []
+    for index, job in enumerate(LAYOUTS):
+        made = plan(str(tiny_llama), "2xCPU", job)
+        assert made.chosen.strategy.gradient_accumulation_steps == 2
+        losses.append(launch(made, tmp_path / str(index)))
+    reference = losses[0]
+    assert len(reference) == STEPS
+    for other in losses[1:]:
+        assert other == pytest.approx(reference, abs=1e-5)

@@ -1,0 +1,264 @@
+"""Hardware from names, mappings and this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.hardware import (
+    find_gpu,
+    gpu_catalog,
+    hardware_from_mapping,
+    parse_hardware,
+    parse_overrides,
+    with_gpus,
+)
+from shardwright.plugins.local_hardware import detect_hardware
+from shardwright.plugins.planning import read_hardware
+
+GIB = 2**30
+NUMBERS = ("memory_gib", "usable_gib", "bf16_flops", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")
+ALL_SIZES = {
+    "gpu_bytes": "32GiB",
+    "flops_per_s": "312e12",
+    "memory_bytes_per_s": "2TB/s",
+    "link_bytes_per_s": 3e11,
+    "network_bytes_per_s": 25 * 10**9,
+    "host_bytes_per_node": "1TB",
+}
+
+
+@pytest.mark.parametrize("name", gpu_catalog())
+def test_every_catalog_entry_is_complete(name: str) -> None:
+    entry = gpu_catalog()[name]
+    assert all(isinstance(entry[field], int | float) and entry[field] > 0 for field in NUMBERS)
+    assert 0.8 * entry["memory_gib"] < entry["usable_gib"] <= entry["memory_gib"] or name == "CPU"
+    assert isinstance(entry["host_gib_per_gpu"], int) and entry["host_gib_per_gpu"] > 0
+    assert len(entry["source"]) > 10
+    assert entry.keys() <= {*NUMBERS, "host_gib_per_gpu", "source", "bf16"}
+    hardware = parse_hardware(f"2x4x{name}")
+    assert (hardware.nodes, hardware.gpus_per_node, hardware.world_size, hardware.gpu) == (2, 4, 8, name)
+    assert hardware.gpu_bytes == int(entry["usable_gib"] * GIB)
+    assert hardware.assumed == ("host_bytes_per_node", "network_bytes_per_s")
+
+
+@given(
+    nodes=st.none() | st.integers(1, 100_000),
+    gpus=st.integers(1, 100_000),
+    gpu=st.sampled_from(sorted(gpu_catalog())),
+    lower=st.booleans(),
+)
+def test_names_round_trip(nodes: int | None, gpus: int, gpu: str, lower: bool) -> None:
+    text = f"{gpus}x{gpu.lower() if lower else gpu}"
+    hardware = parse_hardware(text if nodes is None else f"{nodes}x{text}")
+    assert (hardware.nodes, hardware.gpus_per_node, hardware.gpu) == (nodes or 1, gpus, gpu)
+    assert hardware.supports_bf16 is gpu_catalog()[gpu].get("bf16", True)
+
+
+@given(text=st.text(max_size=40))
+def test_any_text_is_hardware_or_a_usage_error(text: str) -> None:
+    try:
+        assert parse_hardware(text).world_size >= 1
+    except UsageError as error:
+        assert all(fault.where.startswith("hardware") for fault in error.faults)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("a100 80gb", "A100-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("H100", "H100-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("v100_32gb", "V100-32GB"),
+        ("h200", "H200"),
+    ],
+)
+def test_aliases_mean_one_entry(written: str, meant: str) -> None:
+    assert find_gpu(written) == meant
+
+
+def test_an_ambiguous_name_lists_what_it_may_mean() -> None:
+    with pytest.raises(UsageError, match="is ambiguous; write one of A100-40GB, A100-80GB"):
+        find_gpu("A100")
+
+
+def test_all_faults_of_a_name_come_together() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_hardware("0x0xA10080", host_memory="lots", nvme="disk:1TB")
+    assert [fault.where for fault in caught.value.faults] == [
+        "hardware nodes",
+        "hardware gpus_per_node",
+        "host_memory",
+        "nvme",
+    ]
+    with pytest.raises(UsageError, match=r"'H1OO': is not in the catalog; nearest: H100-80GB.*YAML file"):
+        parse_hardware("8xH1OO")
+    with pytest.raises(UsageError, match="must read"):
+        parse_hardware("9" * 5000 + "xT4")
+
+
+def test_overrides_state_memory_and_nvme() -> None:
+    hardware = parse_hardware("8xA100-80GB", host_memory="2TB", nvme="/mnt/a:b:3.5TB")
+    assert hardware.host_bytes_per_node == 2 * 10**12
+    assert (hardware.nvme_path, hardware.nvme_bytes_per_node) == ("/mnt/a:b", 3_500_000_000_000)
+    assert hardware.assumed == ()
+    for bad in ("/x:", "/x", "x:1TB", "/x:0B"):
+        with pytest.raises(UsageError, match="nvme"):
+            parse_overrides(nvme=bad)
+    with pytest.raises(UsageError, match="at least one byte"):
+        parse_overrides(host_memory="0GB")
+
+
+def test_more_of_the_same_machines_keep_their_memory() -> None:
+    stated = with_gpus(parse_hardware("8xA100-80GB", host_memory="1TB"), nodes=2, gpus_per_node=4)
+    assert (stated.name, stated.world_size, stated.host_bytes_per_node) == ("2x4xA100-80GB", 8, 10**12)
+    assumed = with_gpus(parse_hardware("8xA100-80GB"), nodes=1, gpus_per_node=4)
+    assert assumed.host_bytes_per_node * 2 == parse_hardware("8xA100-80GB").host_bytes_per_node
+
+
+def test_a_mapping_overrides_the_catalog() -> None:
+    data = {"gpu": "a100-80gb", "nodes": 2, "gpus_per_node": 4, "gpu_bytes": "70GB", "nvme_path": None}
+    hardware = hardware_from_mapping(data, name="cluster.yaml")
+    assert (hardware.name, hardware.gpu, hardware.gpu_bytes, hardware.world_size) == (
+        "cluster.yaml",
+        "A100-80GB",
+        70 * 10**9,
+        8,
+    )
+    assert hardware.flops_per_s == gpu_catalog()["A100-80GB"]["bf16_flops"]
+
+
+def test_a_mapping_with_all_sizes_needs_no_catalog_entry() -> None:
+    hardware = hardware_from_mapping({"gpu": "Homemade", **ALL_SIZES}, name="x")
+    assert (hardware.gpu, hardware.gpu_bytes, hardware.flops_per_s) == ("Homemade", 32 * GIB, 312e12)
+    assert (hardware.memory_bytes_per_s, hardware.source) == (2e12, "")
+    assert hardware_from_mapping(ALL_SIZES, name="x").gpu == "custom"
+
+
+def test_all_faults_of_a_mapping_come_together() -> None:
+    data: dict[Any, Any] = {
+        "gpu": "A100",
+        "nodes": 0,
+        "gpus_per_nod": 8,
+        "gpu_bytes": -1,
+        "link_bytes_per_s": "fast",
+        "flops_per_s": float("nan"),
+        "supports_bf16": "yes",
+        "name": ["x"],
+        "source": "a\nrm -rf",
+        "nvme_path": "/nvme",
+        7: 8,
+    }
+    with pytest.raises(UsageError) as caught:
+        hardware_from_mapping(data, name="h.yaml")
+    text = str(caught.value)
+    assert "gpus_per_nod: is not a hardware field; did you mean gpus_per_node?" in text
+    for part in ("nodes = 0", "gpu_bytes = -1", "'fast'", "nan", "'yes'", "name = ", "source = ", "nvme_path", "7: is"):
+        assert part in text
+    assert "A100-40GB, A100-80GB" in text
+
+
+@pytest.mark.parametrize("data", [[], None, "8xA100-80GB", {}, {"nodes": 2}, {"gpu": None}, {"gpu": 5}])
+def test_what_is_no_description_is_refused(data: object) -> None:
+    with pytest.raises(UsageError, match=r"gpu|must be a mapping"):
+        hardware_from_mapping(data, name="h.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "must hold a mapping"),
+        ("", "must hold a mapping"),
+        ("{a: [", "is not valid YAML"),
+        ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("gpu: 2024-13-45", "is not valid YAML"),
+        ("gpu: " + "[" * 5000, "is not valid YAML"),
+        ("gpu: [A100-80GB]", "must be one plain value"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\ngpu: [*b, *b]", "must be one plain value"),
+        ("gpu: A100-80GB\n# " + "x" * 2**20, "is over 1048576 bytes"),
+    ],
+)
+def test_yaml_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "h.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_hardware(str(file))
+
+
+def test_yaml_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "h.yaml"
+    file.write_text("gpu: H100-80GB\ngpus_per_node: 8\nflops_per_s: 9e14\n")
+    hardware = read_hardware(str(file), host_memory="1TiB", nvme="/nvme:2TB")
+    assert (hardware.gpu, hardware.host_bytes_per_node, hardware.flops_per_s) == ("H100-80GB", 2**40, 9e14)
+    assert (hardware.nvme_path, hardware.nvme_bytes_per_node) == ("/nvme", 2 * 10**12)
+    for missing in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_hardware(str(missing) if missing.suffix else f"{missing.rename(tmp_path.with_suffix('.yaml'))}")
+
+
+def fake_torch(monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, float]]) -> None:
+    properties = [SimpleNamespace(name=name, total_memory=int(gib * GIB)) for name, gib in devices]
+    cuda = SimpleNamespace(
+        is_available=lambda: bool(devices),
+        device_count=lambda: len(devices),
+        get_device_properties=lambda index: properties[index],
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+
+
+def test_no_accelerator_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torch(monkeypatch, [])
+    with pytest.raises(UsageError, match="no accelerator is visible to torch; name the hardware") as caught:
+        read_hardware("local")
+    assert len(caught.value.faults) == 1
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "gib", "gpu"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("Tesla T4", 14.6, "T4"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB"),
+        ("NVIDIA GeForce RTX 3090", 23.6, "RTX3090"),
+        ("AMD Instinct MI300X", 191.7, "MI300X"),
+    ],
+)
+def test_detection_takes_the_drivers_memory(
+    monkeypatch: pytest.MonkeyPatch, driver_name: str, gib: float, gpu: str
+) -> None:
+    fake_torch(monkeypatch, [(driver_name, gib)] * 4)
+    hardware = detect_hardware(host_memory="1TB")
+    assert (hardware.gpu, hardware.gpus_per_node, hardware.nodes) == (gpu, 4, 1)
+    assert hardware.gpu_bytes == int(gib * GIB)
+    assert hardware.host_bytes_per_node == 10**12
+    assert hardware.assumed == ()
+    assert 2**20 < detect_hardware().host_bytes_per_node < 2**50
+
+
+def test_the_smallest_device_stands_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_torch(monkeypatch, [("NVIDIA A100-SXM4-80GB", 79.2), ("Tesla T4", 14.6)])
+    hardware = detect_hardware(nvme=str(tmp_path))
+    assert (hardware.gpu, hardware.gpus_per_node, hardware.nvme_path) == ("T4", 2, str(tmp_path))
+    assert hardware.nvme_bytes_per_node > 0
+    with pytest.raises(UsageError, match="must be a directory that can be written"):
+        detect_hardware(nvme=str(tmp_path / "none"))
+
+
+def test_an_unknown_device_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torch(monkeypatch, [("Homemade Chip 9", 10.0)])
+    with pytest.raises(UsageError, match=r"hardware \(local\).*not in the catalog.*YAML file"):
+        detect_hardware()

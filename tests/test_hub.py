@@ -1,0 +1,259 @@
+"""Models from a Hub that lives on the loopback interface, with everything that can go wrong there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_" + "NeverShowThisToken" * 2
+CONFIG = json.loads((Path(__file__).parent / "data/models/meta-llama--Llama-3.1-8B/config.json").read_text())
+CONFIG |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+PARAMETERS = 128 * 64 * 2 + 64 + 2 * 64 + 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
+
+DRIVER = """
+import contextlib, io, json, socket, sys
+
+outside = []
+connect = socket.socket.connect
+
+def local_only(self, address):
+    if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1"):
+        outside.append(repr(address))
+        raise OSError("outside")
+    return connect(self, address)
+
+resolve = socket.getaddrinfo
+
+def resolve_local_only(host, *rest, **named):
+    if host not in ("127.0.0.1", "localhost", b"127.0.0.1"):
+        outside.append(repr(host))
+        raise socket.gaierror(-2, "outside")
+    return resolve(host, *rest, **named)
+
+socket.socket.connect, socket.getaddrinfo = local_only, resolve_local_only
+
+from shardwright.cli.main import run
+
+results = []
+for arguments in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = run(arguments)
+        except BaseException as error:
+            code = repr(error)
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps({"results": results, "outside": outside}))
+"""
+
+
+def header_of(elements: int, dtype: str = "BF16") -> bytes:
+    """Return the length and header of a safetensors file with one tensor."""
+    text = json.dumps({"x": {"dtype": dtype, "shape": [elements], "data_offsets": [0, 2 * elements]}}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+FILES: dict[str, dict[str, bytes]] = {
+    "org/plain": {"config.json": json.dumps(CONFIG).encode()},
+    "org/agrees": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": header_of(PARAMETERS)},
+    "org/differs": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": header_of(2 * PARAMETERS)},
+    "org/junk-header": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"\2" + bytes(7) + b"[]"},
+    "org/odd-header": {
+        "config.json": json.dumps(CONFIG).encode(),
+        "model.safetensors": (12).to_bytes(8, "little") + b'{"x": [1,2]}',
+    },
+    "org/sharded": {
+        "config.json": json.dumps(CONFIG).encode(),
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": {"x": "a.safetensors"}}).encode(),
+        "a.safetensors": header_of(PARAMETERS),
+    },
+    "org/junk-index": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors.index.json": b"[1, 2"},
+    "org/adapter": {"adapter_config.json": b"{}"},
+    "org/junk-config": {"config.json": b'{"model_type": "llama", "num_hidden_layers": -1}'},
+}
+ERRORS = {
+    "org/gated": (403, "GatedRepo"),
+    "org/gated401": (401, "GatedRepo"),
+    "org/private": (401, "RepoNotFound"),
+    "org/broken": (500, ""),
+    "org/busy": (429, ""),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as planning asks for: `/api/models` and `/resolve` with ranges."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        parts = self.path.split("?")[0].strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        repository = "/".join(parts[2:4] if api else parts[:2])
+        if repository in ERRORS:
+            self.fail(*ERRORS[repository])
+        elif repository not in FILES:
+            self.fail(404, "RepoNotFound")
+        elif api:
+            revision = parts[5] if parts[4:5] == ["revision"] else "main"
+            if revision in ("main", COMMIT):
+                self.answer(json.dumps({"id": repository, "sha": COMMIT, "siblings": []}).encode())
+            else:
+                self.fail(404, "RevisionNotFound")
+        elif parts[2] != "resolve" or parts[3] not in ("main", COMMIT):
+            self.fail(404, "RevisionNotFound")
+        elif "/".join(parts[4:]) not in FILES[repository]:
+            self.fail(404, "EntryNotFound")
+        else:
+            self.answer(FILES[repository]["/".join(parts[4:])])
+
+    def fail(self, status: int, code: str) -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def answer(self, content: bytes) -> None:
+        wanted = self.headers.get("Range")
+        first, last = 0, len(content) - 1
+        if wanted:
+            first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+            last = min(last, len(content) - 1)
+        body = content[first : last + 1]
+        self.send_response(206 if wanted else 200)
+        self.send_header("ETag", '"' + format(hash(content) % 2**64, "016x") + '"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Accept-Ranges", "bytes")
+        if wanted:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def drive(endpoint: str, home: Path, cases: list[list[str]], **environment: str) -> list[list[Any]]:
+    """Run commands in one fresh process whose only Hub is `endpoint`; nothing may reach elsewhere or show a token."""
+    cleared = ("HF_", "HUGGING", "SHARDWRIGHT_", "TRANSFORMERS")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(cleared)}
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input=json.dumps(cases),
+        env=clean | settings | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    answer = json.loads(finished.stdout)
+    assert answer["outside"] == []
+    for text in (finished.stdout, finished.stderr):
+        assert TOKEN not in text and "Traceback" not in text
+    written = [path for path in home.parent.rglob("*") if path.is_file()]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
+    results: list[list[Any]] = answer["results"]
+    return results
+
+
+def plan(model: str, *flags: str) -> list[str]:
+    return ["plan", model, "--hardware", "8xA100-80GB", "--seq-len", "128", *flags]
+
+
+def test_a_branch_is_pinned_to_its_commit_and_headers_are_compared(hub: str, tmp_path: Path) -> None:
+    output = tmp_path / "plan"
+    models = ("plain", "agrees", "differs", "sharded")
+    cases = [plan(f"org/{name}", "--format", "json") for name in models]
+    cases.append(plan("org/plain", "--revision", COMMIT, "--output-dir", str(output), "--format", "json"))
+    results = drive(hub, tmp_path / "home", cases)
+    for code, out, err in results:
+        assert code == 0, err
+        model = json.loads(out)["model"]
+        assert (model["revision"], model["parameters"]) == (COMMIT, PARAMETERS)
+    notes = {name: result[2] for name, result in zip(models, results, strict=False)}
+    doubled = f"note: the checkpoint holds {2 * PARAMETERS:,} parameters, LlamaForCausalLM has {PARAMETERS:,}"
+    assert doubled in notes["differs"]
+    assert "note:" not in notes["plain"] + notes["agrees"] + notes["sharded"]
+    assert f"--revision {COMMIT}" in (output / "launch.sh").read_text()
+    assert json.loads((output / "plan.json").read_text())["model"]["revision"] == COMMIT
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_refusal_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_path: Path, as_json: bool) -> None:
+    expected = {
+        ("org/gated",): (1, "the repository is gated; accept its terms on the Hub"),
+        ("org/gated401",): (1, "the repository is gated"),
+        ("org/private",): (2, "the Hub knows no such repository"),
+        ("org/missing",): (2, "the Hub knows no such repository"),
+        ("org/plain", "--revision", "nowhere"): (2, "revision = 'nowhere': does not exist in org/plain"),
+        ("org/adapter",): (2, "the repository has no config.json"),
+        ("org/broken",): (1, "the Hub answered 500"),
+        ("org/busy",): (1, "the Hub answered 429"),
+        ("org/junk-config",): (4, "num_hidden_layers = -1"),
+        ("org/junk-header",): (4, "has a corrupt safetensors header"),
+        ("org/odd-header",): (4, "has a corrupt safetensors header"),
+        ("org/junk-index",): (4, "has a corrupt safetensors header"),
+    }
+    flags = ("--format", "json") if as_json else ()
+    results = drive(hub, tmp_path / "home", [plan(*arguments, *flags) for arguments in expected])
+    for (code, message), result, arguments in zip(expected.values(), results, expected, strict=True):
+        assert result[0] == code, (arguments, result)
+        assert message in result[2], (arguments, result)
+        lines = result[2].splitlines()
+        assert all(line.startswith("error: ") for line in lines), (arguments, lines)
+        if as_json:
+            answer = json.loads(result[1])
+            assert (answer["schema_version"], answer["error"]["exit_code"]) == (1, code)
+        else:
+            assert result[1] == ""
+
+
+def test_without_a_network_the_way_out_is_a_local_path(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        ((code, out, err),) = drive(endpoint, tmp_path / "home", [plan("org/plain")])
+    assert (code, out) == (1, "")
+    assert "the Hub cannot be reached" in err and "give a local directory or config.json" in err
+
+
+def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    ((code, _, err),) = drive(hub, home, [plan("org/plain")], HF_HUB_OFFLINE="1")
+    assert code == 1 and "offline mode is on (HF_HUB_OFFLINE) and config.json is not cached" in err
+    drive(hub, home, [plan("org/plain")])
+    results = drive(
+        hub,
+        home,
+        [plan("org/plain", "--revision", COMMIT, "--format", "json"), plan("org/plain", "--format", "json")],
+        TRANSFORMERS_OFFLINE="1",
+    )
+    for code, out, err in results:
+        assert code == 0, err
+        assert json.loads(out)["model"]["revision"] == COMMIT

@@ -1,0 +1,301 @@
+"""Parameter counts: public models, the closed form against the meta device, and LoRA against PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import RefusedInputError
+from shardwright.ds_configs.families import FAST_FAMILIES, model_spec_from_config
+from shardwright.ds_configs.model import ModelSpec, ParameterShape, lora_parameter_count
+from shardwright.ds_configs.model_config import config_faults
+from shardwright.plugins.meta_model import build_meta_model, model_spec_from_meta
+from shardwright.plugins.models import load_model
+
+MODELS = Path(__file__).parent / "data" / "models"
+PUBLIC_COUNTS = {
+    "meta-llama--Llama-3.2-1B": 1_235_814_400,
+    "meta-llama--Llama-3.1-8B": 8_030_261_248,
+    "meta-llama--Llama-3.1-70B": 70_553_706_496,
+    "meta-llama--Llama-3.1-405B": 405_853_388_800,
+    "meta-llama--Llama-2-7b-hf": 6_738_415_616,
+    "Qwen--Qwen2.5-0.5B": 494_032_768,
+    "Qwen--Qwen2.5-7B": 7_615_616_512,
+    "Qwen--Qwen3-8B": 8_190_735_360,
+    "Qwen--Qwen3-30B-A3B": 30_532_122_624,
+    "mistralai--Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai--Mixtral-8x7B-v0.1": 46_702_792_704,
+    "openai-community--gpt2": 124_439_808,
+}
+SAME_FIELDS = (
+    "model_type",
+    "architecture",
+    "task",
+    "dimensions",
+    "buffer_bytes",
+    "layer_classes",
+    "tied_embeddings",
+    "learned_positions",
+    "sliding_window",
+    "weight_conversion",
+)
+
+
+def small(model_type: str) -> dict[str, Any]:
+    """Return a small config of a family, with only the fields that the closed form needs."""
+    if model_type == "gpt2":
+        return {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 100}
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
+    extra: dict[str, dict[str, Any]] = {
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "phi3": {"pad_token_id": 0},
+    }
+    return config | extra.get(model_type, {})
+
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"tie_word_embeddings": True},
+    {"tie_word_embeddings": False},
+    {"head_dim": 8},
+    {"num_key_value_heads": 4},
+    {"sliding_window": 16},
+    {"sliding_window": None},
+    {"use_sliding_window": True},
+    {"use_sliding_window": True, "sliding_window": 16},
+    {"use_sliding_window": False, "sliding_window": 16},
+    {"partial_rotary_factor": 0.5},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"num_hidden_layers": 7},
+    {"num_hidden_layers": 6, "sliding_window_pattern": 7},
+    {"layer_types": ["sliding_attention", "full_attention"]},
+    {"n_inner": 48},
+    {"n_inner": None},
+)
+ONLY_TRANSFORMERS_KNOWS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qwen3", {"head_dim": None}),
+    ("mixtral", {"num_key_value_heads": None}),
+    ("qwen3_moe", {"mlp_only_layers": [0]}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("gpt2", {"add_cross_attention": True}),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}),
+)
+MAY_BE_MISSING = {"num_key_value_heads": ("llama", "phi3")}
+
+
+def by_name(spec: ModelSpec) -> dict[str, ParameterShape]:
+    names = {parameter.name: parameter for parameter in spec.parameters}
+    assert len(names) == len(spec.parameters)
+    return names
+
+
+def assert_same(config: dict[str, Any]) -> None:
+    fast = model_spec_from_config(config, name="m")
+    meta = model_spec_from_meta(config, name="m")
+    assert fast is not None
+    assert by_name(fast) == by_name(meta), config
+    for field in SAME_FIELDS:
+        assert getattr(fast, field) == getattr(meta, field), (field, config)
+
+
+@pytest.mark.parametrize("name", PUBLIC_COUNTS)
+def test_public_models_have_their_counts_without_the_meta_device(name: str) -> None:
+    spec = load_model(str(MODELS / name)).spec
+    assert spec.source == "config"
+    assert spec.parameter_count == PUBLIC_COUNTS[name]
+    assert sum(spec.group_counts().values()) == spec.parameter_count
+
+
+@pytest.mark.parametrize("name", ["Qwen--Qwen2.5-0.5B", "openai-community--gpt2"])
+def test_public_models_equal_the_meta_device(name: str) -> None:
+    assert_same(json.loads((MODELS / name / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("model_type", FAST_FAMILIES)
+def test_closed_form_equals_the_meta_device(model_type: str) -> None:
+    for variant in VARIANTS:
+        if model_type == "phi3" and "rope_scaling" in variant:
+            continue  # Phi-3 knows no other rotary scaling than longrope.
+        if model_type == "gpt2" and {"head_dim", "sliding_window", "num_hidden_layers"} & variant.keys():
+            continue  # GPT-2 ignores them or has its own name, and the meta device repeats what the config says.
+        config = small(model_type) | variant
+        assert not config_faults(config, source="config.json")
+        assert_same(config)
+
+
+@pytest.mark.parametrize(("model_type", "change"), ONLY_TRANSFORMERS_KNOWS)
+def test_what_only_transformers_knows_is_left_to_it(model_type: str, change: dict[str, Any]) -> None:
+    assert model_spec_from_config(small(model_type) | change, name="m") is None
+
+
+@pytest.mark.parametrize("model_type", FAST_FAMILIES)
+def test_a_missing_field_is_a_fault_a_known_default_or_left_to_transformers(model_type: str) -> None:
+    for field in small(model_type).keys() - {"model_type", "pad_token_id"}:
+        config = small(model_type)
+        del config[field]
+        if config_faults(config, source="config.json"):
+            continue
+        if model_spec_from_config(config, name="m") is None:
+            assert model_type not in MAY_BE_MISSING.get(field, ())
+        else:
+            assert_same(config)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    model_type = draw(st.sampled_from(FAST_FAMILIES))
+    heads = draw(st.integers(1, 6))
+    hidden = heads * 2 * draw(st.integers(1, 8))
+    layers, vocabulary = draw(st.integers(1, 9)), draw(st.integers(3, 60))
+    tied = draw(st.sampled_from([{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}]))
+    if model_type == "gpt2":
+        inner = draw(st.sampled_from([{}, {"n_inner": None}, {"n_inner": 7}]))
+        sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": draw(st.integers(1, 40))}
+        return {"model_type": "gpt2", "vocab_size": vocabulary} | sizes | inner | tied
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    changed = {
+        "hidden_size": hidden,
+        "intermediate_size": draw(st.integers(1, 50)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from(divisors)),
+        "vocab_size": vocabulary,
+    }
+    optional = {
+        "head_dim": st.sampled_from([2, 6, 16]),
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "sliding_window": st.none() | st.integers(2, 99),
+        "use_sliding_window": st.booleans(),
+    }
+    kept = draw(st.sets(st.sampled_from(sorted(optional))))
+    if model_type == "qwen3_moe":
+        changed["moe_intermediate_size"] = draw(st.integers(1, 9))
+    return small(model_type) | changed | tied | {name: draw(optional[name]) for name in sorted(kept)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(config=configs())
+def test_random_configs_equal_the_meta_device(config: dict[str, Any]) -> None:
+    assert not config_faults(config, source="config.json")
+    assert_same(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "count"),
+    [
+        ("bert", "BertForMaskedLM", 109_514_298),
+        ("t5", "T5ForConditionalGeneration", 60_506_624),
+        ("clip", "CLIPModel", 151_277_313),
+        ("opt", "OPTForCausalLM", 125_239_296),
+        ("gpt_neox", "GPTNeoXForCausalLM", 20_554_567_680),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", 671_026_404_352),
+        ("gpt_oss", "GptOssForCausalLM", 116_829_156_672),
+    ],
+)
+def test_other_architectures_have_their_public_counts(model_type: str, architecture: str, count: int) -> None:
+    spec = model_spec_from_meta({"model_type": model_type, "architectures": [architecture]}, name="m")
+    assert (spec.source, spec.architecture, spec.parameter_count) == ("meta", architecture, count)
+
+
+def test_a_multimodal_model_has_the_dimensions_of_its_text_part() -> None:
+    text = small("gemma3_text") | {"num_hidden_layers": 8}
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision,
+        "mm_tokens_per_image": 1,
+    }
+    spec = model_spec_from_meta(config, name="m")
+    assert spec.task == "causal_lm"
+    assert (spec.dimensions.num_layers, spec.dimensions.hidden_size, spec.dimensions.head_dim) == (8, 64, 256)
+    layers = {p.name.split(".*.")[0]: p.count for p in spec.parameters if p.in_layer}
+    assert sorted(layers.values()) == [3, 8]
+    assert config_faults(config | {"text_config": text | {"num_hidden_layers": -1}}, source="c")[0].where.endswith(
+        "text_config: num_hidden_layers"
+    )
+
+
+def test_zero3_gathers_all_experts_of_a_mixtral_layer_at_once() -> None:
+    config = small("mixtral") | {"vocab_size": 8}
+    spec = model_spec_from_config(config, name="m")
+    assert spec is not None
+    router, experts = 4 * 64, 4 * 3 * 64 * 96
+    assert spec.largest_gather_unit() == router + experts
+    other = model_spec_from_config(small("llama") | {"vocab_size": 8}, name="m")
+    assert other is not None
+    assert other.largest_gather_unit() == 64 * 96
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj"), ("c_attn",)])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "qwen3_moe"])
+def test_lora_counts_equal_peft(model_type: str, targets: tuple[str, ...]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = small(model_type)
+    spec = model_spec_from_config(config, name="m")
+    assert spec is not None
+    expected = lora_parameter_count(spec, rank=3, targets=targets)
+    names = "all-linear" if targets == ("all-linear",) else list(targets)
+    model = build_meta_model(config, source="m")
+    lora = LoraConfig(r=3, target_modules=names, fan_in_fan_out=model_type == "gpt2", task_type="CAUSAL_LM")
+    if expected == 0:
+        with pytest.raises(ValueError, match=r"[Tt]arget"):
+            get_peft_model(model, lora)
+        return
+    assert get_peft_model(model, lora).get_nb_trainable_parameters()[0] == expected
+
+
+def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    (tmp_path / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    foreign = {"auto_map": {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"}}
+    kernels = {"attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel"}
+    config = small("llama") | foreign | kernels | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    before = json.dumps(config)
+    (tmp_path / "config.json").write_text(before)
+    spec = model_spec_from_meta(config, name=str(tmp_path))
+    assert json.dumps(config) == before
+    assert spec.parameters == load_model(str(tmp_path)).spec.parameters
+    nested = {"model_type": "gemma3", "text_config": small("gemma3_text") | kernels}
+    assert build_meta_model(nested, source="m").config.get_text_config()._attn_implementation != "someone/kernel"
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "nonsense"},
+        {"model_type": "detr", "backbone": "someone/backbone", "use_timm_backbone": False},
+        {"model_type": "llama", "architectures": ["BertModel"]},
+        {"model_type": "bert", "hidden_size": 10, "num_attention_heads": 3},
+    ],
+)
+def test_what_cannot_be_built_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(RefusedInputError):
+        build_meta_model(config, source="m")
