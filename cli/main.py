@@ -54,6 +54,11 @@ def run(arguments: Sequence[str]) -> int:
         return _report(error.exit_code, str(error), arguments, error)
     except KeyboardInterrupt:
         return 130
+    except SystemExit as stop:
+        # Rich 15 answers a closed stdout with exit code 1 (rich/console.py `on_broken_pipe`).
+        if isinstance(stop.__context__, BrokenPipeError):
+            return 0
+        raise
     except BrokenPipeError:
         # The reader of stdout left (`| head`); a second flush at exit would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -240,7 +240,7 @@ def _unknown_key(key: str, known: set[str], name: str) -> Fault:
 
 def _convert_values(values: dict[str, Any], name: str) -> list[Fault]:
     """Turn sizes into numbers in place and return the values of a wrong kind."""
-    faults = []
+    faults: list[Fault] = []
     for key, value in values.items():
         where = f"{name}: {key}"
         if "bytes" in key or "flops" in key:

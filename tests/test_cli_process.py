@@ -77,7 +77,8 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_plain_terminals_get_plain_text(tmp_path: Path) -> None:
     plain = {"NO_COLOR": "1", "LANG": "C", "LC_ALL": "C", "COLUMNS": "40", "TERM": "dumb"}
     for changes in (plain, plain | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}):
-        for arguments in (["plan", str(LLAMA), *GPU, "--output-dir=-out", "--force"], ["explain", "./-out"], ["--help"]):
+        planning = ["plan", str(LLAMA), *GPU, "--output-dir=-out", "--force"]
+        for arguments in (planning, ["explain", "./-out"], ["--help"]):
             done = shardwright(*arguments, cwd=tmp_path, **changes)
             assert (done.returncode, done.stderr) == (0, "")
             assert done.stdout and "\x1b" not in done.stdout
@@ -146,14 +147,15 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_python_m_is_the_same_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "shardwright", "--version"], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "shardwright", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, shardwright("--version").stdout)
 
 
 @pytest.mark.parametrize("hardware", ["8xA100-80GB", "2x8xA100-80GB"])
 def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path, hardware: str) -> None:
     model = tmp_path / "@DIRECTORY@ $(touch pwned) `touch pwned`\ntouch pwned\n; touch pwned ' é [bold]m[/red]"
-    model.mkdir()
+    model.mkdir(parents=True)
     shutil.copy(LLAMA / "config.json", model)
     tools = tmp_path / "bin"
     tools.mkdir()

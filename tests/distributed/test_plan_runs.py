@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def launch(made: Plan, directory: Path) -> list[float]:
     line = (directory / "launch.sh").read_text().splitlines()[-1]
     assert line.startswith("exec ")
     losses = directory / "losses.json"
-    arguments = ["--random-weights", "--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
+    arguments = ["--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
     script = ["-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
     run([*script, "bash", str(directory / "launch.sh"), *arguments], timeout_seconds=240)
     record = json.loads(losses.read_text())

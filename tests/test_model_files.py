@@ -1,0 +1,198 @@
+"""Local model directories as they are found on real disks: cut off, misplaced, unreadable, misleading."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.plugins.hub import read_model_source
+from shardwright.plugins.models import load_model
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+}
+PARAMETERS = 2 * 16 * 8 + 3 * 8 + 4 * 8 * 8 + 3 * 8 * 12
+INDEX = "model.safetensors.index.json"
+
+
+def safetensors(elements: int, *, missing_bytes: int = 0, header: bytes | None = None) -> bytes:
+    """Return a safetensors file with one 16-bit tensor, cut off by some bytes."""
+    tensor = {"x": {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **tensor}).encode() if header is None else header
+    whole = len(text).to_bytes(8, "little") + text + bytes(2 * elements)
+    return whole[: len(whole) - missing_bytes]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    place = tmp_path / "model"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(CONFIG))
+    return place
+
+
+def test_a_whole_checkpoint_agrees_and_another_is_noted(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS))
+    loaded = load_model(str(directory))
+    assert (loaded.spec.parameter_count, loaded.notes) == (PARAMETERS, ())
+    assert loaded.spec.name == str(directory)
+    (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS // 2))
+    (note,) = load_model(str(directory)).notes
+    assert note == f"the checkpoint holds {PARAMETERS // 2:,} parameters, LlamaForCausalLM has {PARAMETERS:,}"
+
+
+def test_a_quantized_checkpoint_is_noted_and_not_counted(directory: Path) -> None:
+    quantized = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (directory / "config.json").write_text(json.dumps(quantized))
+    (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS // 4))
+    (note,) = load_model(str(directory)).notes
+    assert "quantized (gptq)" in note
+
+
+def test_shards_may_be_links_as_in_the_cache_of_the_hub(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(safetensors(PARAMETERS))
+    (directory / "a.safetensors").symlink_to(tmp_path / "blob")
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}))
+    assert read_model_source(str(directory)).checkpoint_parameters == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x02",
+        safetensors(10, missing_bytes=1),
+        safetensors(10) + b"\0",
+        (2**63).to_bytes(8, "little") + b"{}",
+        safetensors(0, header=b"[]"),
+        safetensors(0, header=b"{}x"),
+        safetensors(0, header=b"{" * 1000),
+        safetensors(0, header=b'{"x": 1}'),
+        safetensors(0, header=b'{"x": {"data_offsets": [0, 0]}}'),
+        safetensors(0, header=b'{"x": {"shape": [-1], "data_offsets": [0, 0]}}'),
+        safetensors(0, header=b'{"x": {"shape": ["a"], "data_offsets": [0, "b"]}}'),
+        safetensors(0, header=b"\xff\xfe"),
+    ],
+)
+def test_a_corrupt_checkpoint_is_refused(directory: Path, content: bytes) -> None:
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
+        load_model(str(directory))
+
+
+@settings(max_examples=200, deadline=None)
+@given(content=st.binary(max_size=200), framed=st.booleans())
+def test_arbitrary_bytes_are_a_checkpoint_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, framed: bool
+) -> None:
+    place = tmp_path_factory.mktemp("model")
+    (place / "config.json").write_text(json.dumps(CONFIG))
+    (place / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content if framed else content)
+    try:
+        load_model(str(place))
+    except RefusedInputError as error:
+        assert str(place) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("index", "fault"),
+    [
+        ({"weight_map": {"x": "../outside"}}, "'../outside': must name a file of the same directory"),
+        ({"weight_map": {"x": "/etc/hostname"}}, "'/etc/hostname': must name a file of the same directory"),
+        ({"weight_map": {"x": ".."}}, "must name a file of the same directory"),
+        ({"weight_map": {"x": "missing.safetensors"}}, "'missing.safetensors': must name a file"),
+        ({"weight_map": {"x": 5}}, "= 5: must name a file"),
+        ({"weight_map": {"x": "a", "y": 5}}, "is not a safetensors index"),
+        ({"weight_map": {"x": ["a"]}}, "is not a safetensors index"),
+        ({"weight_map": None}, "is not a safetensors index"),
+        ([], "is not a safetensors index"),
+        ({}, "is not a safetensors index"),
+    ],
+)
+def test_an_index_that_points_elsewhere_is_refused(directory: Path, index: object, fault: str) -> None:
+    (directory.parent / "outside").write_bytes(safetensors(PARAMETERS))
+    (directory / INDEX).write_text(json.dumps(index))
+    with pytest.raises(RefusedInputError) as caught:
+        load_model(str(directory))
+    assert fault in str(caught.value) and INDEX in str(caught.value)
+
+
+def test_an_index_that_is_no_json_is_refused(directory: Path) -> None:
+    for text in ("", "[" * 100_000, "{"):
+        (directory / INDEX).write_text(text)
+        with pytest.raises(RefusedInputError, match="is not a safetensors index"):
+            load_model(str(directory))
+
+
+def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
+    (directory / "config.json").rename(directory / "adapter_config.json")
+    with pytest.raises(UsageError, match=r"has no config.json; it holds an adapter: give the base model"):
+        load_model(str(directory))
+    (directory / "adapter_config.json").unlink()
+    with pytest.raises(UsageError, match=r"has no config.json; give a model directory"):
+        load_model(str(directory))
+    (directory / "config.json").mkdir()
+    with pytest.raises(UsageError, match=r"has no config.json"):
+        load_model(str(directory))
+    with pytest.raises(UsageError, match=r"has no config.json"):
+        load_model(str(directory / "config.json"))
+    os.mkfifo(directory / "pipe.json")
+    with pytest.raises(UsageError, match=r"has no config.json"):
+        load_model(str(directory / "pipe.json"))
+
+
+def test_a_huge_config_is_refused_without_being_read_whole(directory: Path) -> None:
+    with (directory / "config.json").open("ab") as file:
+        file.write(b" " * 5 * 2**20)
+    with pytest.raises(RefusedInputError, match=r"a config.json has at most 4194304 bytes"):
+        load_model(str(directory))
+    with (directory / "config.json").open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(RefusedInputError, match=r"a config.json has at most 4194304 bytes"):
+        load_model(str(directory))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
+def test_an_unreadable_file_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (directory / name).write_text((directory / "config.json").read_text() if name == "config.json" else "x")
+    real = Path.open
+
+    def refuse(path: Path, *rest: Any, **named: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
+    with pytest.raises(UsageError) as caught:
+        load_model(str(directory))
+    assert str(caught.value) == f"{directory / name}: cannot be read (Permission denied)"
+
+
+def test_a_directory_that_may_not_be_searched_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: object) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(UsageError, match=r"cannot be read \(Permission denied\)"):
+        load_model(str(directory))
+
+
+@given(name=st.text(max_size=40))
+def test_any_name_that_is_no_path_and_no_hub_id_is_a_usage_error(name: str) -> None:
+    if name[:1].isascii() and name[:1].isalnum():
+        name = f"./{name}"
+    with pytest.raises(ShardwrightError):
+        read_model_source(name)
