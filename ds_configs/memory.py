@@ -16,7 +16,7 @@ from .errors import Fault, UsageError
 from .hardware import HardwareSpec
 from .host_memory import HostMemory, estimate_host_memory
 from .job import TrainingJob
-from .model import ModelSpec
+from .model import ModelSpec, adapted_experts
 from .model_states import Phase, RankParameters, Terms, model_state_terms, rank_parameters
 from .strategy import Strategy
 
@@ -212,6 +212,7 @@ def _activation_terms(
 ) -> dict[Phase, Terms]:
     traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
     checkpointing = strategy.gradient_checkpointing
+    layers = max(1, model.dimensions.num_layers)
     tokens = strategy.micro_batch_size * job.seq_len_tokens
     dropout_masks = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
     if checkpointing:
@@ -226,11 +227,15 @@ def _activation_terms(
         "autocast_weight_copies": traced.autocast_weight_copy_bytes_per_parameter
         * (model.linear_parameters(include_head=True) + _tied_head(model)),
     }
+    if job.method != "full":
+        # PEFT computes an adapted expert's weight as base + update and keeps the sum for the backward pass.
+        copies = sum(p.total for p in adapted_experts(model, job.lora_targets) if p.kind == "experts")
+        kept["adapted_expert_copies"] = job.compute_bytes * copies // (layers if checkpointing else 1)
     loss = kept | {"loss": max(traced.loss_forward_peak_bytes, traced.loss_backward_peak_bytes) // ranks}
     backward = kept | {"backward_transient": transient // ranks}
     if checkpointing:
         # Autocast's cache holds every copy until the forward pass ends; recomputation then casts one layer at a time.
-        backward["autocast_weight_copies"] //= max(1, model.dimensions.num_layers)
+        backward["autocast_weight_copies"] //= layers
     if job.method == "qlora":
         widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
         loss["dequantized_weight"] = backward["dequantized_weight"] = job.compute_bytes * widest

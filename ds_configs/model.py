@@ -150,15 +150,28 @@ class ModelSpec:
 
 
 def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> int:
-    """Trainable parameters that LoRA adds: `rank * (in_features + out_features)` for each targeted Linear.
+    """Trainable parameters that LoRA adds: `rank * (in_features + out_features)` for each targeted matrix.
 
     `targets` holds module name endings (`q_proj`) or `all-linear`, which PEFT expands to every Linear but the
-    output head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). Returns 0 when nothing matches.
+    output head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). For a mixture of experts PEFT
+    0.21 also adapts the router and every expert; the fused gate and up projections get twice the rank, one for each
+    half. Returns 0 when nothing matches.
     """
-    return sum(
-        rank * (parameter.shape[0] + parameter.shape[1]) * parameter.count
-        for parameter in targeted_linears(model, targets)
-    )
+    wanted = tuple(targets)
+    count = sum(rank * sum(parameter.shape) * parameter.count for parameter in targeted_linears(model, wanted))
+    for parameter in adapted_experts(model, wanted):
+        experts = parameter.shape[0] if parameter.kind == "experts" else 1
+        halves = 2 if parameter.name.endswith("gate_up_proj") else 1
+        count += experts * halves * rank * sum(parameter.shape[-2:]) * parameter.count
+    return count
+
+
+def adapted_experts(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
+    """Router and fused expert matrices that LoRA adapts for these targets."""
+    if "all-linear" not in tuple(targets) or not model.dimensions.num_experts:
+        return []
+    routers = [p for p in model.parameters if p.name.endswith(".mlp.gate.weight") and p.kind == "other"]
+    return routers + [p for p in model.parameters if p.kind == "experts"]
 
 
 def targeted_linears(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
