@@ -45,8 +45,8 @@ def cheapest_changes(
 ) -> tuple[Suggestion, ...]:
     """Return up to three changes that would fit: free settings first, then the method, then hardware.
 
-    Of each kind the cheapest is returned; other clusters fill what is missing. `activations` belongs to the job's sequence length, so with it no
-    change of the sequence is tried.
+    Of each kind the cheapest is returned; other clusters fill what is missing. `activations` belongs to the job's
+    sequence length, so with it no change of the sequence is tried.
     """
     found: list[Suggestion] = []
     for changes, most in _kinds(hardware, job, traced=activations is not None):

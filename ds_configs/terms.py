@@ -26,7 +26,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "unit_gradients": "FSDP2: unsharded gradients of a unit and their reduce-scatter input",
     "activations": "layers * bytes kept per layer, traced; with checkpointing the layers' inputs",
     "autocast_weight_copies": "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
-    "adapted_expert_copies": "LoRA on fused experts keeps the adapted copy of every expert matrix until the backward pass",
+    "adapted_expert_copies": "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
     "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak",
     "dequantized_weight": "the largest 4-bit weight, expanded for one product",

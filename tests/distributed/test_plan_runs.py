@@ -15,17 +15,11 @@ from shardwright.plugins.planning import plan
 pytestmark = pytest.mark.distributed
 
 STEPS = 4
+JOB = TrainingJob(seq_len_tokens=64, global_batch_size=8, micro_batch_size=2, precision="fp32")
 LAYOUTS = [
-    TrainingJob(seq_len_tokens=64, global_batch_size=8, micro_batch_size=2, precision="fp32", strategy="ddp"),
-    TrainingJob(seq_len_tokens=64, global_batch_size=8, micro_batch_size=2, precision="fp32", strategy="fsdp2"),
-    TrainingJob(
-        seq_len_tokens=64,
-        global_batch_size=8,
-        micro_batch_size=2,
-        precision="fp32",
-        strategy="zero3",
-        offload="cpu-all",
-    ),
+    replace(JOB, strategy="ddp"),
+    replace(JOB, strategy="fsdp2"),
+    replace(JOB, strategy="zero3", offload="cpu-all"),
 ]
 
 
