@@ -34,6 +34,7 @@ def environment_facts() -> dict[str, Any]:
     import psutil
     import torch
 
+    from ..plugins.deepspeed import has_libaio
     from ..plugins.planning import installed_versions
 
     accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -47,12 +48,6 @@ def environment_facts() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "cxx_compiler": compiler,
-        "libaio": "found" if _has_libaio() else "not found; NVMe offload needs libaio-dev",
+        "libaio": "found" if has_libaio() else "not found; NVMe offload needs libaio-dev",
         "accelerate_default_config": "present, but plans never read it" if default_config.exists() else "none",
     }
-
-
-def _has_libaio() -> bool:
-    """Whether the header that DeepSpeed's async_io build includes is installed."""
-    roots = ("/usr/include", "/usr/local/include", str(Path(sys.prefix) / "include"))
-    return any((Path(root) / "libaio.h").exists() for root in roots)

@@ -236,6 +236,10 @@ def _activation_terms(
     if checkpointing:
         # Autocast's cache holds every copy until the forward pass ends; recomputation then casts one layer at a time.
         backward["autocast_weight_copies"] //= layers
+    if job.loss == "chunked" and job.method == "full":
+        # A chunked loss computes the head's gradient in the forward pass.
+        head = model.dimensions.vocab_size * model.dimensions.hidden_size
+        loss["head_gradient"] = job.compute_bytes * head
     if job.method == "qlora":
         widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
         loss["dequantized_weight"] = backward["dequantized_weight"] = job.compute_bytes * widest

@@ -10,7 +10,7 @@ With T trainable elements, N sharding ranks and 8-byte Adam states they read, in
 | stage 0, 16 bit | 14 | 16 | 20 |
 | stage 1, 16 bit | 2 + 12/N | 4 + 12/N | 2 + 20/N |
 | stage 2, 16 bit | 2 + 12/N | 2 + 14/N | 2 + 20/N |
-| stage 3, 16 bit | 16/N | 16/N | 20/N |
+| stage 3, 16 bit | 16/N | 16/N | 22/N |
 | stages 1 and 2, fp32 | 4 + 12/N | 8 + 12/N and 4 + 16/N | 4 + 16/N |
 | stage 3, fp32 | 20/N | 20/N | 24/N |
 | FSDP2 | 12/N | 16/N | 16/N |
@@ -185,7 +185,11 @@ def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, st
         "gradients": accumulation * shard,
         "optimizer_states": -(-states // ranks),
     }
-    step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": _foreach_transient(job, sub_group)}
+    transient = _foreach_transient(job, sub_group)
+    if width == 2 and not strategy.zero.gradient_accumulation_fp32:
+        # The flattened 16-bit gradients of a sub-group still live while their fp32 copy is made.
+        transient = max(transient, width * sub_group)
+    step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}
     return _phases(rest, init=init, step=step)
 
 

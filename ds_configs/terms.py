@@ -29,6 +29,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "adapted_expert_copies": "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
     "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak",
+    "head_gradient": "a chunked loss computes the head's gradient already in the forward pass",
     "dequantized_weight": "the largest 4-bit weight, expanded for one product",
     "teacher_weights": "the frozen teacher in compute precision, divided by the ranks where parameters are sharded",
     "teacher_logits": "the teacher's logits and their fp32 log-probabilities",

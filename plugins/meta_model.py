@@ -34,6 +34,7 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
     """
     import torch
     import transformers
+    from huggingface_hub.errors import OfflineModeIsEnabled
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = str(config["model_type"])
@@ -54,6 +55,10 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
             if type(built) in transformers.AutoModelForCausalLM._model_mapping:
                 return transformers.AutoModelForCausalLM.from_config(built, trust_remote_code=False)
             return transformers.AutoModel.from_config(built, trust_remote_code=False)
+    except OfflineModeIsEnabled:
+        rule = f"this {model_type} config names another repository, which is not looked up"
+        fix = "write that repository's config as its backbone_config"
+        raise RefusedInputError(Fault(where=source, rule=rule, fix=fix)) from None
     except Exception as error:
         # Model classes raise whatever their arithmetic meets on absurd values.
         detail = " ".join(str(error).split())[:300] or type(error).__name__

@@ -171,7 +171,7 @@ def weights_dtype(arguments: Any, *, method: str) -> Any:
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
     keeps_master_copy = deepspeed_configuration(arguments) is not None
-    return dtype if keeps_master_copy or method == "lora" else torch.float32
+    return dtype if keeps_master_copy or method != "full" else torch.float32
 
 
 def byte_tokenizer(vocab_size: int) -> Any:

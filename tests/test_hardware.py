@@ -182,7 +182,7 @@ def test_what_is_no_description_is_refused(data: object) -> None:
         ("{a: [", "is not valid YAML"),
         ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("gpu: 2024-13-45", "is not valid YAML"),
-        ("gpu: " + "[" * 5000, "is not valid YAML"),
+        ("gpu: " + "[" * 2000, "is not valid YAML"),
         ("gpu: [A100-80GB]", "must be one plain value"),
         ("a: &a [x, x]\nb: &b [*a, *a]\ngpu: [*b, *b]", "must be one plain value"),
         ("gpu: A100-80GB\n# " + "x" * 2**20, "is over 1048576 bytes"),

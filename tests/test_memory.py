@@ -31,7 +31,7 @@ MEASURED = {
     ("zero2", "bf16", 1): (lambda n: 2 + 12 / n, lambda n: 2 + 14 / n, lambda n: 2 + 20 / n),
     ("zero2", "fp32", 1): (lambda n: 4 + 12 / n, lambda n: 4 + 16 / n, lambda n: 4 + 16 / n),
     ("zero1", "fp32", 1): (lambda n: 4 + 12 / n, lambda n: 8 + 12 / n, lambda n: 4 + 16 / n),
-    ("zero3", "bf16", 1): (lambda n: 16 / n, lambda n: 16 / n, lambda n: 20 / n),
+    ("zero3", "bf16", 1): (lambda n: 16 / n, lambda n: 16 / n, lambda n: 22 / n),
     ("zero3", "fp32", 1): (lambda n: 20 / n, lambda n: 20 / n, lambda n: 24 / n),
 }
 FP32_ACCUMULATION = {
@@ -88,7 +88,8 @@ def test_states_with_fp32_accumulation(stage, ranks):
 def test_foreach_adds_an_fp32_copy_where_fused_does_not():
     fused = state_bytes(strategy_of("zero3", 4), TrainingJob())
     foreach = state_bytes(strategy_of("zero3", 4), TrainingJob(optimizer="adamw_torch"))
-    assert foreach["step"] - fused["step"] == pytest.approx(4 / 4, rel=1e-4)
+    # 24/N against 22/N: the foreach copy replaces the flattened 16-bit gradients as the largest temporary.
+    assert foreach["step"] - fused["step"] == pytest.approx(2 / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

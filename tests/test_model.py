@@ -288,14 +288,15 @@ def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "message"),
     [
-        {"model_type": "nonsense"},
-        {"model_type": "detr", "backbone": "someone/backbone", "use_timm_backbone": False},
-        {"model_type": "llama", "architectures": ["BertModel"]},
-        {"model_type": "bert", "hidden_size": 10, "num_attention_heads": 3},
+        ({"model_type": "nonsense"}, "is unknown to transformers"),
+        ({"model_type": "nonsense", "auto_map": {"AutoModel": "a.B"}}, "which Shardwright does not run"),
+        ({"model_type": "detr", "backbone": "a/b", "use_timm_backbone": False}, "names another repository"),
+        ({"model_type": "llama", "architectures": ["BertModel"]}, "cannot build this llama config"),
+        ({"model_type": "bert", "hidden_size": 10, "num_attention_heads": 3}, "cannot build this bert config"),
     ],
 )
-def test_what_cannot_be_built_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(RefusedInputError):
+def test_what_cannot_be_built_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedInputError, match=message):
         build_meta_model(config, source="m")

@@ -21,6 +21,8 @@ from typing import Any
 
 from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..plugins.accelerate import Engine, configure_cpu_ranks, engine_from_environment
+from ..plugins.deepspeed import check_nvme_support
+from ..plugins.peft import add_lora, four_bit_loading
 from ..plugins.transformers import (
     byte_tokenizer,
     prepare_model_directory_save,
@@ -52,7 +54,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--seq-len", type=int, default=512, help="tokens per training sample (default 512)")
     add("--max-steps", type=int, help="optimizer steps; default: the file's, or one epoch")
     add("--output-dir", type=Path, required=True, help="where the model directory is written")
-    add("--method", choices=("full", "lora"), default="full")
+    add("--method", choices=("full", "lora", "qlora"), default="full")
     add("--lora-rank", type=int, help="default 16")
     add("--lora-targets", help="module names separated by commas, or all-linear (default)")
     add("--losses-json", type=Path, metavar="FILE", help="rank 0 writes the loss of every optimizer step")
@@ -81,7 +83,7 @@ def _flag_faults(flags: argparse.Namespace) -> list[Fault]:
             faults.append(Fault(where=f"--{name.replace('_', '-')}", value=value, rule="at least 1"))
     if flags.method == "full":
         faults += [
-            Fault(where=f"--{name}", value=value, rule="needs --method lora", fix="add it or drop this flag")
+            Fault(where=f"--{name}", value=value, rule="needs --method lora or qlora", fix="add it or drop this flag")
             for name, value in (("lora-rank", flags.lora_rank), ("lora-targets", flags.lora_targets))
             if value is not None
         ]
@@ -184,6 +186,7 @@ def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int) ->
 
     Raises:
         RefusedInputError: A local directory has weights in another format than safetensors.
+        UsageError: 4-bit weights are asked for where there are none to load.
     """
     from transformers import AutoModelForCausalLM, set_seed
 
@@ -203,6 +206,8 @@ def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int) ->
             )
         _note(f"{source} has no weights: they are initialised at random")
         random_weights = True
+    if random_weights and flags.method == "qlora":
+        raise UsageError(Fault(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
     if random_weights:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return AutoModelForCausalLM.from_pretrained(
@@ -210,19 +215,10 @@ def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int) ->
         revision=flags.revision,
         config=config,
         dtype=dtype,
+        quantization_config=four_bit_loading(dtype) if flags.method == "qlora" else None,
         use_safetensors=True,
         trust_remote_code=False,
     )
-
-
-def add_lora(model: Any, flags: argparse.Namespace) -> Any:
-    """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685), scale 2."""
-    from peft import LoraConfig, get_peft_model
-
-    rank = flags.lora_rank or 16
-    targets = flags.lora_targets or "all-linear"
-    modules = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules, task_type="CAUSAL_LM"))
 
 
 class StepLosses:
@@ -259,6 +255,7 @@ def train(flags: argparse.Namespace) -> None:
     _check_world_size(arguments.world_size)
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
+    check_nvme_support(arguments)
     if flags.save:
         prepare_model_directory_save(arguments)
 
@@ -267,8 +264,8 @@ def train(flags: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(flags, config.get_text_config().vocab_size)
     samples = pack(read_documents(flags.text), tokenizer, flags.seq_len)
     model = load_model(flags, config, weights_dtype(arguments, method=flags.method), arguments.seed)
-    if flags.method == "lora":
-        model = add_lora(model, flags)
+    if flags.method != "full":
+        model = add_lora(model, rank=flags.lora_rank, targets=flags.lora_targets)
 
     from transformers import Trainer, default_data_collator
 

@@ -50,6 +50,8 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
         f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
         f"accelerator.",
     ]
+    if plan.job.loss == "chunked":
+        lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
     if hardware.assumed:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes a common server where you stated nothing: {values}.")

@@ -6,6 +6,15 @@ from typing import Any
 
 from ..plan_data import PlanData
 
+FUSED_LOSS_ONLY = {
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": True,
+    "rms_norm": False,
+    "rope": False,
+    "swiglu": False,
+}
+"""Liger's chunked head and loss without its other kernels, whose activations were not traced."""
+
 
 def training_arguments(plan: PlanData) -> dict[str, Any]:
     """Return the keys of `TrainingArguments` that the plan decides; everything else stays the user's.
@@ -23,6 +32,9 @@ def training_arguments(plan: PlanData) -> dict[str, Any]:
         "optim": job.optimizer,
         "max_grad_norm": 1.0,
     }
+    if job.loss == "chunked":
+        arguments["use_liger_kernel"] = True
+        arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
     if strategy.engine == "fsdp2" and strategy.gradient_accumulation_steps > 1:
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return arguments

@@ -1,0 +1,43 @@
+"""What DeepSpeed needs from the host before a launch spends time on it.
+
+Seen with deepspeed 0.19.8: NVMe offload compiles `async_io` at first use, which fails minutes into a run when the
+header of libaio is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..ds_configs.errors import Fault, UsageError
+from .transformers import deepspeed_configuration
+
+
+def has_libaio() -> bool:
+    """Return whether the header that DeepSpeed's async_io build includes is installed."""
+    roots = ("/usr/include", "/usr/local/include", str(Path(sys.prefix) / "include"))
+    return any((Path(root) / "libaio.h").exists() for root in roots)
+
+
+def check_nvme_support(arguments: Any) -> None:
+    """Refuse a configuration with NVMe offload on a host that cannot build `async_io`.
+
+    `arguments` are `TrainingArguments`.
+
+    Raises:
+        UsageError: NVMe offload is asked for, and libaio's header is missing.
+    """
+    configuration = deepspeed_configuration(arguments) or {}
+    zero = configuration.get("zero_optimization", {})
+    sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
+    wanted = any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections)
+    if wanted and not has_libaio():
+        raise UsageError(
+            Fault(
+                where="zero_optimization",
+                value="nvme",
+                rule="NVMe offload compiles async_io, which needs the header of libaio",
+                fix="install libaio-dev (Debian) or libaio-devel, or offload to the CPU",
+            )
+        )

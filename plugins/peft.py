@@ -1,0 +1,42 @@
+"""LoRA and QLoRA through peft and bitsandbytes.
+
+Seen with peft 0.21.2 and bitsandbytes 0.50.2: FSDP2 shards 4-bit weights only when their storage dtype is a floating
+one (uint8 storage is replicated with a warning, accelerate/utils/fsdp_utils.py:789), so the storage follows the
+compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+DEFAULT_RANK = 16
+ALL_LINEAR = "all-linear"
+
+
+def add_lora(model: Any, *, rank: int | None, targets: str | None) -> Any:
+    """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685), scale 2.
+
+    `targets` names modules separated by commas, or `all-linear`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    chosen_rank, chosen_targets = rank or DEFAULT_RANK, targets or ALL_LINEAR
+    modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
+    lora = LoraConfig(r=chosen_rank, lora_alpha=2 * chosen_rank, target_modules=modules, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
+
+
+def four_bit_loading(dtype: Any) -> Any:
+    """Return the quantization that QLoRA loads weights with: NF4, double quantization (arXiv:2305.14314).
+
+    `dtype` is the dtype of products, and of the storage that packs the 4-bit values.
+    """
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
