@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,13 +32,14 @@ def show_plan(plan: PlanData, directory: Path | None) -> None:
     """Print a plan: model, choice, memory bar, terms, rejected layouts, files and launch line."""
     out = console()
     model, hardware, chosen = plan.model, plan.hardware, plan.chosen
-    out.print(
-        f"[bold]{model.name}[/bold]  {model.architecture}, {human_count(model.parameter_count)} parameters, "
+    summary = (
+        f"  {model.architecture}, {human_count(model.parameter_count)} parameters, "
         f"on {hardware.world_size} x {hardware.gpu} ({gigabytes(hardware.gpu_bytes)} GB usable each)"
     )
+    out.print(Text(model.name, style="bold") + Text(summary))
     out.print()
     out.print(Text("Chosen  ", style="bold green") + Text(display_name(chosen.strategy), style="bold"))
-    out.print(chosen.reason)
+    out.print(chosen.reason, markup=False)
     out.print()
     out.print(memory_bar(chosen.memory.gpu))
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
@@ -47,13 +49,13 @@ def show_plan(plan: PlanData, directory: Path | None) -> None:
     if directory is None:
         out.print("No files written; give --output-dir to write", ", ".join(plan.file_names))
         return
-    out.print(f"Files in {directory}: {', '.join(plan.file_names)}")
+    out.print(f"Files in {directory}: {', '.join(plan.file_names)}", markup=False)
     out.print("Run on each node:" if hardware.nodes > 1 else "Run:", style="bold")
     if hardware.nodes > 1:
         line = [f"{directory}/launch.sh", "MACHINE_RANK", "MAIN_PROCESS_IP"]
     else:
         line = launch_arguments(plan, directory=str(directory))
-    Console(soft_wrap=True, highlight=False).print("  " + " ".join(line), markup=False)
+    Console(soft_wrap=True, highlight=False).print("  " + shlex.join(line), markup=False)
 
 
 def _host_line(plan: PlanData) -> str:
@@ -69,7 +71,7 @@ def _host_line(plan: PlanData) -> str:
 
 def memory_bar(gpu: GpuMemory) -> Text:
     """Return a bar of the accelerator's memory, one colour for each large term, with the interval's end."""
-    scale = max(gpu.capacity_bytes, gpu.high_bytes)
+    scale = max(gpu.capacity_bytes, gpu.high_bytes, 1)
     bar = Text("[")
     used = 0
     for index, (_, count) in enumerate(sorted(gpu.terms.items(), key=lambda item: -item[1])):
@@ -105,7 +107,7 @@ def _rejected_table(plan: PlanData) -> Table:
     table.add_column("why not")
     for candidate in plan.rejected:
         reason = candidate.reason.removeprefix(display_name(candidate.strategy)).strip()
-        table.add_row(display_name(candidate.strategy), gigabytes(candidate.memory.gpu.high_bytes), reason)
+        table.add_row(display_name(candidate.strategy), gigabytes(candidate.memory.gpu.high_bytes), Text(reason))
     return table
 
 
@@ -115,7 +117,7 @@ def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None
     for column in ("setting", "value", "from"):
         table.add_column(column)
     for name, value in values.items():
-        table.add_row(name, str(value), origins[name])
+        table.add_row(name, Text(str(value)), origins[name])
     console().print(table)
 
 

@@ -22,17 +22,27 @@ class _Family:
     tied_by_default: bool = False
     default_head_dim: int | None = None
     """Head width when the config has none; `None` means `hidden_size / num_attention_heads`."""
-    default_key_value_heads: int | None = None
-    """Key/value heads when the config has none; `None` means `num_attention_heads`, -1 that the field must be there."""
+    key_value_heads_required: bool = True
+    """Whether the config must state `num_key_value_heads`, else it means `num_attention_heads`."""
     query_key_value_bias: bool | None = None
     """`None` reads `attention_bias` (which then covers the output projection too)."""
+    mlp_bias: bool = False
+    """Whether `mlp_bias` is read."""
+    null_head_dim: bool = False
+    """Whether transformers takes a `head_dim` of null for `hidden_size / num_attention_heads`."""
+    sliding_window: int | None = None
+    """Attention window when the config has none."""
+    sliding_window_switch: bool = False
+    """Whether the window is off unless `use_sliding_window` is true."""
     head_norm: bool = False
     """RMSNorm over each query and key head."""
     fused_projections: bool = False
     """`qkv_proj` and `gate_up_proj` as single matrices (Phi-3)."""
     norms_per_layer: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    rotary_tables: int = 1
-    """Rotary tables, each with the current and the original inverse frequencies."""
+    rotary_table_per_layer_type: bool = False
+    """Whether local and global layers have a rotary table each."""
+    partial_rotary: bool = False
+    """Whether `partial_rotary_factor` is read."""
     embedding_scale: bool = False
 
 
@@ -44,45 +54,55 @@ _FOUR_NORMS = (
 )
 
 _FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(architecture="LlamaForCausalLM", layer_class="LlamaDecoderLayer"),
+    "llama": _Family(
+        architecture="LlamaForCausalLM",
+        layer_class="LlamaDecoderLayer",
+        key_value_heads_required=False,
+        mlp_bias=True,
+        null_head_dim=True,
+    ),
     "mistral": _Family(
         architecture="MistralForCausalLM",
         layer_class="MistralDecoderLayer",
-        default_key_value_heads=-1,
         query_key_value_bias=False,
+        null_head_dim=True,
+        sliding_window=4096,
     ),
     "qwen2": _Family(
         architecture="Qwen2ForCausalLM",
         layer_class="Qwen2DecoderLayer",
-        default_key_value_heads=-1,
+        sliding_window=4096,
+        sliding_window_switch=True,
         query_key_value_bias=True,
     ),
     "qwen3": _Family(
         architecture="Qwen3ForCausalLM",
         layer_class="Qwen3DecoderLayer",
+        sliding_window=4096,
+        sliding_window_switch=True,
         default_head_dim=128,
-        default_key_value_heads=-1,
         head_norm=True,
     ),
     "qwen3_moe": _Family(
         architecture="Qwen3MoeForCausalLM",
         layer_class="Qwen3MoeDecoderLayer",
-        default_key_value_heads=-1,
+        sliding_window=4096,
+        sliding_window_switch=True,
         head_norm=True,
     ),
     "mixtral": _Family(
         architecture="MixtralForCausalLM",
         layer_class="MixtralDecoderLayer",
-        default_key_value_heads=-1,
         query_key_value_bias=False,
+        null_head_dim=True,
     ),
     "gemma2": _Family(
         architecture="Gemma2ForCausalLM",
         layer_class="Gemma2DecoderLayer",
         tied_by_default=True,
         default_head_dim=256,
-        default_key_value_heads=-1,
         norms_per_layer=_FOUR_NORMS,
+        sliding_window=4096,
         embedding_scale=True,
     ),
     "gemma3_text": _Family(
@@ -90,17 +110,19 @@ _FAMILIES: Mapping[str, _Family] = {
         layer_class="Gemma3DecoderLayer",
         tied_by_default=True,
         default_head_dim=256,
-        default_key_value_heads=-1,
         head_norm=True,
         norms_per_layer=_FOUR_NORMS,
-        rotary_tables=2,
+        sliding_window=4096,
+        rotary_table_per_layer_type=True,
         embedding_scale=True,
     ),
     "phi3": _Family(
         architecture="Phi3ForCausalLM",
         layer_class="Phi3DecoderLayer",
+        key_value_heads_required=False,
         query_key_value_bias=False,
         fused_projections=True,
+        partial_rotary=True,
     ),
 }
 
@@ -145,7 +167,7 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str, revision: st
         parameters=tuple(_decoder_parameters(config, family, dimensions, tied=tied)),
         buffer_bytes=_rotary_bytes(config, family, dimensions),
         layer_classes=(family.layer_class,),
-        sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
+        sliding_window=_sliding_window(config, family),
         tied_embeddings=tied,
         weight_conversion=bool(dimensions.num_experts),
         source="config",
@@ -154,35 +176,29 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str, revision: st
 
 def _decoder_dimensions(config: Mapping[str, Any], family: _Family) -> Dimensions | None:
     heads = config["num_attention_heads"]
-    key_value_heads = config.get("num_key_value_heads")
-    if key_value_heads is None:
-        if family.default_key_value_heads == -1 and "num_key_value_heads" not in config:
-            return None
-        key_value_heads = heads
+    if config.get("num_key_value_heads") is None and family.key_value_heads_required:
+        return None
     head_dim = config.get("head_dim")
     if head_dim is None:
-        if family.default_head_dim and "head_dim" not in config:
-            head_dim = family.default_head_dim
-        else:
-            head_dim = config["hidden_size"] // heads
+        if "head_dim" in config and not family.null_head_dim:
+            return None
+        head_dim = family.default_head_dim or config["hidden_size"] // heads
     experts = config.get("num_local_experts", config.get("num_experts", 0)) or 0
     sparse = config.get("model_type") in ("mixtral", "qwen3_moe")
-    if sparse and not (experts and config.get("num_experts_per_tok")):
-        return None
-    expert_size = config.get("moe_intermediate_size", config["intermediate_size"]) if sparse else 0
-    if sparse and config["model_type"] == "qwen3_moe" and "moe_intermediate_size" not in config:
+    sized_by = "intermediate_size" if config.get("model_type") == "mixtral" else "moe_intermediate_size"
+    if sparse and not (experts and config.get("num_experts_per_tok") and config.get(sized_by)):
         return None
     return Dimensions(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         intermediate_size=0 if sparse else config["intermediate_size"],
         num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         vocab_size=config["vocab_size"],
         num_experts=experts if sparse else 0,
         experts_per_token=config["num_experts_per_tok"] if sparse else 0,
-        expert_intermediate_size=expert_size,
+        expert_intermediate_size=config[sized_by] if sparse else 0,
     )
 
 
@@ -190,9 +206,24 @@ def _every_layer_is_sparse(config: Mapping[str, Any]) -> bool:
     return config.get("decoder_sparse_step", 1) == 1 and not config.get("mlp_only_layers")
 
 
+def _sliding_window(config: Mapping[str, Any], family: _Family) -> int | None:
+    if not config.get("use_sliding_window", not family.sliding_window_switch):
+        return None
+    window: int | None = config.get("sliding_window", family.sliding_window)
+    return window
+
+
 def _rotary_bytes(config: Mapping[str, Any], family: _Family, dimensions: Dimensions) -> int:
-    rotary_dim = int(dimensions.head_dim * config.get("partial_rotary_factor", 1.0))
-    return family.rotary_tables * 2 * 4 * (rotary_dim // 2) + (4 if family.embedding_scale else 0)
+    """Bytes of the rotary tables: current and original fp32 inverse frequencies."""
+    tables, rotary_dim = 1, dimensions.head_dim
+    if family.rotary_table_per_layer_type:
+        # Every n-th layer is global (transformers/models/gemma3/configuration_gemma3.py), so a short stack has none.
+        pattern = config.get("sliding_window_pattern") or 6
+        tables = len(set(config.get("layer_types") or ())) or 1 + (dimensions.num_layers >= pattern > 1)
+    if family.partial_rotary:
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rotary_dim = int(rotary_dim * rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    return tables * 2 * 4 * (rotary_dim // 2) + (4 if family.embedding_scale else 0)
 
 
 def _decoder_parameters(
@@ -235,7 +266,7 @@ def _mlp(config: Mapping[str, Any], family: _Family, dimensions: Dimensions) -> 
         yield _layer("mlp.experts.gate_up_proj", (experts, 2 * width, hidden), layers, "experts", "experts")
         yield _layer("mlp.experts.down_proj", (experts, hidden, width), layers, "experts", "experts")
         return
-    bias, width = bool(config.get("mlp_bias", False)), dimensions.intermediate_size
+    bias, width = family.mlp_bias and bool(config.get("mlp_bias")), dimensions.intermediate_size
     if family.fused_projections:
         yield from _linear("mlp.gate_up_proj", 2 * width, hidden, layers, "mlp", bias)
     else:

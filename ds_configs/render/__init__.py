@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import yaml
@@ -22,7 +23,7 @@ def render_files(plan: PlanData, *, directory: str = ".") -> dict[str, str]:
     `directory` is where the files will lie: Accelerate resolves the path of the DeepSpeed file against the working
     directory of the launch, so an absolute one lets the launch line run from anywhere.
     """
-    header = "".join(f"# {line}\n" for line in header_lines(plan, directory))
+    header = "".join(f"# {_one_line(line)}\n" for line in header_lines(plan, directory))
     texts = {
         "accelerate.yaml": header + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
         "launch.sh": launch_script(plan, header),
@@ -45,7 +46,7 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
     lines = [
         headline(plan),
         plan.chosen.reason,
-        f"Run: {' '.join(launch_arguments(plan, directory=directory))}",
+        f"Run: {shlex.join(launch_arguments(plan, directory=directory))}",
         f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}, sequences of "
         f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
         f"accelerator.",
@@ -56,6 +57,11 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes a common server where you stated nothing: {values}.")
     return lines
+
+
+def _one_line(text: str) -> str:
+    """Keep a path with a line break inside its comment."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _json(value: Any) -> str:

@@ -44,7 +44,8 @@ def launch_script(plan: PlanData, header: str) -> str:
     """Return `launch.sh`: the launch line, with the user's arguments appended."""
     words = launch_arguments(plan, directory="@DIRECTORY@")
     line = " ".join(
-        '"$directory"' + w.removeprefix("@DIRECTORY@") if "@DIRECTORY@" in w else shlex.quote(w) for w in words
+        '"$directory"' + shlex.quote(w.removeprefix("@DIRECTORY@")) if w.startswith("@DIRECTORY@/") else shlex.quote(w)
+        for w in words
     )
     preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\n'
     if plan.hardware.nodes > 1:

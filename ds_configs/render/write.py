@@ -19,34 +19,51 @@ def write_files(files: Mapping[str, str], directory: Path, *, force: bool = Fals
         UsageError: the directory exists and is not empty, and `force` is false, or the path is a file.
         ShardwrightError: the system refuses to write.
     """
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(Fault(where="output_dir", value=str(directory), rule="is a file", fix="name a directory"))
-    if not force and directory.is_dir() and any(directory.iterdir()):
-        raise UsageError(
-            Fault(
-                where="output_dir",
-                value=str(directory),
-                rule="exists and is not empty",
-                fix="use --force to replace the files of the plan in it",
-            )
-        )
     try:
+        faults = _faults(directory, files, force=force)
+        if faults:
+            raise UsageError(faults)
         directory.mkdir(parents=True, exist_ok=True)
-        return [_write(directory / name, text) for name, text in sorted(files.items())]
+        return _write_all({directory / name: text for name, text in sorted(files.items())})
     except OSError as error:
         raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
 
 
-def _write(path: Path, text: str) -> Path:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _faults(directory: Path, files: Mapping[str, str], *, force: bool) -> list[Fault]:
+    where, value = "output_dir", str(directory)
+    if directory.exists() and not directory.is_dir():
+        return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
+    if not force and directory.is_dir() and any(directory.iterdir()):
+        fix = "use --force to replace the files of the plan in it"
+        return [Fault(where=where, value=value, rule="exists and is not empty", fix=fix)]
+    in_the_way = [name for name in sorted(files) if (directory / name).is_dir()]
+    return [Fault(where=f"{where}/{name}", rule="is a directory where a file must go") for name in in_the_way]
+
+
+def _write_all(texts: Mapping[Path, str]) -> list[Path]:
+    """Write every file beside its place before the first one moves there, so that a full disk changes nothing."""
+    staged: dict[Path, Path] = {}
+    try:
+        for path, text in texts.items():
+            staged[path] = _stage(path, text)
+        for path, temporary in staged.items():
+            temporary.replace(path)
+    finally:
+        for temporary in staged.values():
+            temporary.unlink(missing_ok=True)
+    return list(texts)
+
+
+def _stage(path: Path, text: str) -> Path:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o755 if path.suffix in (".sh", ".sbatch") else 0o644)
-        Path(temporary).replace(path)
+        temporary.chmod(0o755 if path.suffix in (".sh", ".sbatch") else 0o644)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    return path
+    return temporary
