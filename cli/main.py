@@ -18,7 +18,7 @@ from ..ds_configs.errors import FaultsError, ShardwrightError
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
-    "check": ("check_command:check_command", "Find every fault in DeepSpeed JSON and Accelerate YAML files."),
+    "check": ("check:check_command", "Find every fault in DeepSpeed JSON and Accelerate YAML files."),
     "explain": ("explain:explain_command", "Explain a written plan, or one term, strategy or rule."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),
     "env": ("env:env_command", "Print versions and hardware to paste into a report."),

@@ -31,6 +31,7 @@ def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean
 
     Stage 3 follows the sizes that transformers derives from the hidden size h: bucket h², prefetch 0.9·h²,
     persistence 10·h (transformers/integrations/deepspeed.py:229). A bucket never exceeds what there is to reduce.
+    Two layers of live parameters overlap gathers with computation; DeepSpeed's default of 10⁹ would fill 2 GB.
     """
     trainable = max(1000, sum(p.total for p in model.parameters))
     hidden = model.dimensions.hidden_size
@@ -38,12 +39,13 @@ def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean
         bucket = min(20_000_000 if lean else 100_000_000, trainable)
         return ZeroOptions(reduce_bucket_size=bucket + bucket % 2, overlap_comm=not lean)
     square = max(1_000_000, min(hidden * hidden, 200_000_000))
+    live = max(50_000_000, min(2 * model.layer_parameter_count, 1_000_000_000))
     return ZeroOptions(
         reduce_bucket_size=min(square, trainable),
         stage3_prefetch_bucket_size=min(int(0.9 * square) // (10 if lean else 1), trainable),
         stage3_param_persistence_threshold=10 * hidden,
-        stage3_max_live_parameters=100_000_000 if lean else 1_000_000_000,
-        stage3_max_reuse_distance=0 if lean else 1_000_000_000,
+        stage3_max_live_parameters=50_000_000 if lean else live,
+        stage3_max_reuse_distance=0 if lean else live,
         sub_group_size=100_000_000 if lean else 1_000_000_000,
     )
 
@@ -60,26 +62,26 @@ def _stage1_and_2_buckets(strategy: Strategy, job: TrainingJob) -> Terms:
 def _stage3_gathers(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Phase, Terms]:
-    """Gathered parameters: the current module, the prefetched ones, those kept for reuse, and persistent ones.
+    """Gathered parameters: the current module, all that prefetch has run ahead to, and persistent ones.
 
-    A tensor that ends the forward pass is used again soon in the backward pass; DeepSpeed keeps it when the
-    elements in between, twice its distance from the end, are within `stage3_max_reuse_distance`.
+    Every module's turn prefetches at least one more tensor, modules without parameters included, so prefetch runs
+    ahead until `stage3_max_live_parameters` are gathered, and oversteps by one tensor. What is reached again within
+    `stage3_max_reuse_distance` stays too: twice its distance from the end of the forward pass.
     """
     zero, width = strategy.zero, job.compute_bytes
     total = model.parameter_count
     persistent = min(total, model.persistent_parameters(zero.stage3_param_persistence_threshold))
     gatherable = total - persistent
-    prefetch = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
-    ahead = min(prefetch + model.largest_parameter, gatherable) if prefetch else 0
     current = min(model.largest_gather_unit(), gatherable)
-    reused = min(zero.stage3_max_reuse_distance // 2, gatherable)
-    gathered = min(gatherable, max(current + ahead, reused + ahead))
+    live = zero.stage3_max_live_parameters + model.largest_parameter if zero.stage3_prefetch_bucket_size else 0
+    gathered = min(gatherable, max(current, live, zero.stage3_max_reuse_distance // 2 + current))
+    coalesced = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, gatherable)
     # Frozen 4-bit weights are gathered packed; counting them in compute precision covers the dequantized copy.
-    live = {"gathered_parameters": width * gathered, "prefetch_copies": width * min(prefetch, gatherable)}
+    held = {"gathered_parameters": width * gathered, "prefetch_copies": width * coalesced}
     always = {"persistent_parameters": width * persistent, "reduce_bucket": width * zero.reduce_bucket_size}
     unit_gradient = width * (current if job.method == "full" else parameters.largest_trainable)
-    backward = always | live | {"reduce_copy": width * zero.reduce_bucket_size, "module_gradients": unit_gradient}
-    return {"init": {}, "loss": always | live, "backward": backward, "step": always}
+    backward = always | held | {"reduce_copy": width * zero.reduce_bucket_size, "module_gradients": unit_gradient}
+    return {"init": {}, "loss": always | held, "backward": backward, "step": always}
 
 
 def _fsdp2_units(

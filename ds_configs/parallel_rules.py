@@ -96,12 +96,43 @@ def pipeline_divides(candidate: Candidate) -> Fault | None:
     return None
 
 
+def context_parallel_needs_full_attention(candidate: Candidate) -> Fault | None:
+    """Torch context parallelism refuses sliding windows (accelerate/big_modeling.py:805)."""
+    window = candidate.model.sliding_window
+    if candidate.strategy.cp == 1 or window is None:
+        return None
+    return Fault(
+        where="cp",
+        value=candidate.strategy.cp,
+        rule=f"needs full attention, and {candidate.model.architecture} looks back {window} tokens",
+        fix="use sp with DeepSpeed",
+    )
+
+
+def expert_parallel_excludes(candidate: Candidate) -> Fault | None:
+    """AutoEP in stage 3 runs without sequence parallelism, hpZ and qgZ (deepspeed/runtime/engine.py:2197)."""
+    strategy = candidate.strategy
+    if strategy.ep == 1 or strategy.zero_stage != 3:
+        return None
+    clashes = {
+        "sp": strategy.sp > 1,
+        "hpz_partition_size": strategy.zero.hpz_partition_size > 1,
+        "quantized_gradients": strategy.zero.quantized_gradients,
+    }
+    found = [name for name, present in clashes.items() if present]
+    if not found:
+        return None
+    return Fault(where="ep", value=strategy.ep, rule=f"in ZeRO-3 excludes {', '.join(found)}", fix="use stage 2")
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     hpz_partition_fits_the_node,
     quantized_gradients_cross_nodes,
     sequence_parallel_divides,
     context_parallel_divides,
+    context_parallel_needs_full_attention,
     expert_parallel_divides,
+    expert_parallel_excludes,
     tensor_parallel_divides,
     pipeline_divides,
 )

@@ -30,8 +30,7 @@ def display_name(strategy: Strategy) -> str:
     name = _NAMES[base]
     if not offload:
         return name
-    device, _, what = offload.partition("-")
-    return f"{name} + {device.upper() if device == 'cpu' else 'NVMe'} {what}"
+    return f"{name} + " + offload.replace("cpu-", "CPU ").replace("nvme-", "NVMe ")
 
 
 def largest_terms(terms: Terms, *, count: int = 4) -> str:

@@ -179,6 +179,13 @@ def precision_is_supported(candidate: Candidate) -> Fault | None:
     )
 
 
+def fp16_needs_an_accelerator(candidate: Candidate) -> Fault | None:
+    """Neither DeepSpeed nor autocast trains fp16 on CPU ranks (deepspeed/runtime/config.py)."""
+    if candidate.job.precision != "fp16" or candidate.hardware.gpu != "CPU":
+        return None
+    return Fault(where="precision", value="fp16", rule="is not trained on CPU ranks", fix="use bf16 or fp32")
+
+
 def accumulation_dtype_is_supported(candidate: Candidate) -> Fault | None:
     """Stage 0 with 16-bit weights has no fp32 accumulation (deepspeed/runtime/engine.py:2323)."""
     if (
@@ -228,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     offloaded_optimizer_has_cpu_kernel,
     optimizer_accepts_dtensors,
     precision_is_supported,
+    fp16_needs_an_accelerator,
     accumulation_dtype_is_supported,
     sequence_fits_the_positions,
     lora_targets_exist,

@@ -22,7 +22,7 @@ class ZeroOptions:
     stage3_param_persistence_threshold: int = 100_000
     """Stage 3 keeps tensors of at most this many elements on every rank."""
     stage3_max_live_parameters: int = 1_000_000_000
-    """Gathered elements beyond which stage 3 stops prefetching."""
+    """Gathered elements beyond which stage 3 stops prefetching; in effect how far it runs ahead."""
     stage3_max_reuse_distance: int = 1_000_000_000
     """Stage 3 keeps a tensor gathered when it is used again within this many elements."""
     sub_group_size: int = 1_000_000_000
@@ -106,6 +106,8 @@ class Strategy:
             name += "-hpz"
         if self.engine == "fsdp2" and self.dp_replicate > 1:
             name += "-hybrid"
+        if self.offload_param not in ("none", self.offload_optimizer):
+            return f"{name}+{self.offload_optimizer}-offload of optimizer, {self.offload_param}-offload of parameters"
         if self.offload_param != "none":
             return f"{name}+{self.offload_param}-offload of optimizer and parameters"
         if self.offload_optimizer != "none":

@@ -19,7 +19,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
     "reduce_bucket": "the one persistent bucket of stage 3: reduce_bucket_size elements",
     "reduce_copy": "the flattened copy that a reduction makes of its bucket",
-    "gathered_parameters": "parameters gathered for use: the current unit, those prefetched, those kept for reuse",
+    "gathered_parameters": "parameters gathered for use: the current unit and what prefetch ran ahead to "
+    "(ZeRO-3: up to stage3_max_live_parameters and one tensor more; FSDP2: one layer)",
     "prefetch_copies": "a coalesced gather holds its flat buffer and each tensor's copy at once",
     "persistent_parameters": "tensors of at most stage3_param_persistence_threshold elements, on every rank",
     "module_gradients": "full gradients of the gathered unit before they enter the bucket",

@@ -59,6 +59,8 @@ def fresh_environment(directory: Path) -> Path:
         check=True,
     ).stdout.strip()
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    # The setuptools that comes with Python 3.11 would hide the newer one, which builds wheels by itself.
+    subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"], check=True)
     return python
 
 

@@ -1,0 +1,125 @@
+"""Every legality rule: a legal neighbour passes, and the violation names the equation and the nearest legal values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import llama, public_model
+from shardwright.ds_configs.candidate import Candidate, nearest_divisors
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.rules import RULES, legality_faults
+from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+
+LLAMA = llama(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4)
+MIXTRAL = public_model("mistralai/Mixtral-8x7B-v0.1")
+WINDOWED = replace(LLAMA, sliding_window=1024)
+ZERO1 = Strategy(engine="deepspeed", zero_stage=1, dp_shard=8)
+ZERO3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
+FSDP2 = Strategy(engine="fsdp2", dp_shard=8)
+DDP = Strategy(engine="ddp", dp_replicate=8)
+
+
+def faults(strategy, model=LLAMA, hardware="8xA100-80GB", nvme=None, **job) -> list[str]:
+    cluster = parse_hardware(hardware, nvme=nvme)
+    candidate = Candidate(strategy=strategy, model=model, hardware=cluster, job=TrainingJob(**job))
+    return [str(fault) for fault in legality_faults(candidate)]
+
+
+@pytest.mark.parametrize("strategy", [ZERO1, ZERO3, FSDP2, DDP])
+def test_plain_layouts_are_legal(strategy):
+    assert faults(strategy) == []
+
+
+CASES = {
+    "sizes": (replace(ZERO1, micro_batch_size=0), {}, "micro_batch_size = 0: must be at least 1"),
+    "world": (replace(ZERO1, dp_shard=6), {}, "must equal 8 accelerators; use dp_replicate * dp_shard = 8"),
+    "world with tp": (
+        replace(ZERO1, tp=3, dp_shard=2),
+        {},
+        "tp * pp * sp * cp = 3 does not divide it",
+    ),
+    "batch": (ZERO1, {"global_batch_size": 12}, "nearest legal values: 8, 16"),
+    "stage": (replace(FSDP2, zero_stage=2), {}, "zero_stage = 2: with engine fsdp2 must be one of [None]"),
+    "stage 4": (replace(ZERO1, zero_stage=4), {}, "must be one of [0, 1, 2, 3]"),
+    "single": (Strategy(engine="single", dp_replicate=8), {}, "needs 1 rank, not 8; use ddp"),
+    "replicas": (replace(ZERO1, dp_replicate=2, dp_shard=4), {}, "dp_replicate = 2: must be 1 with ZeRO 1 to 3"),
+    "shards": (replace(DDP, dp_replicate=4, dp_shard=2), {}, "must be 1 where nothing is sharded"),
+    "offload stage 0": (replace(DDP, offload_optimizer="cpu"), {}, "needs ZeRO stage 1, 2 or 3"),
+    "offload parameters": (replace(ZERO1, offload_param="cpu"), {}, "offload_param = 'cpu': needs ZeRO stage 3"),
+    "nvme stage": (replace(ZERO1, offload_optimizer="nvme"), {"nvme": "/n:1TB"}, "use stage 3 or cpu"),
+    "nvme missing": (replace(ZERO3, offload_optimizer="nvme"), {}, "state it with --nvme PATH:SIZE"),
+    "fsdp2 offload": (replace(FSDP2, offload_optimizer="cpu"), {}, "offloads parameters, gradients and optimizer"),
+    "cpu kernel": (
+        replace(ZERO3, offload_optimizer="cpu"),
+        {"optimizer": "adamw_8bit"},
+        "use one of adamw_torch_fused, adamw_torch, adagrad",
+    ),
+    "dtensors": (FSDP2, {"optimizer": "lion_8bit"}, "kernels for plain tensors only"),
+    "bf16": (ZERO1, {"hardware": "8xV100-32GB"}, "is not computed by V100-32GB; use fp16 or fp32"),
+    "fp16 on cpu": (ZERO1, {"hardware": "8xCPU", "precision": "fp16"}, "is not trained on CPU ranks"),
+    "accumulation": (
+        Strategy(engine="deepspeed", zero_stage=0, dp_replicate=8, zero=ZeroOptions(gradient_accumulation_fp32=True)),
+        {},
+        "is not supported with ZeRO stage 0",
+    ),
+    "hpz stage": (replace(ZERO1, zero=ZeroOptions(hpz_partition_size=4)), {}, "needs ZeRO stage 3; use 1"),
+    "hpz divides": (replace(ZERO3, zero=ZeroOptions(hpz_partition_size=3)), {}, "nearest legal values: 2, 4"),
+    "qgz": (replace(ZERO3, zero=ZeroOptions(quantized_gradients=True)), {}, "ZeRO-3 on several nodes"),
+    "sp engine": (replace(FSDP2, sp=2, dp_shard=4), {}, "or cp with FSDP2"),
+    "sp kv": (replace(ZERO1, sp=3, dp_shard=8), {"hardware": "24xA100-80GB"}, "must divide one another"),
+    "sp heads": (replace(ZERO1, sp=16, dp_shard=1), {"hardware": "16xA100-80GB"}, "8 % 16 = 8"),
+    "sp sequence": (replace(ZERO1, sp=2, dp_shard=4), {"seq_len_tokens": 4095}, "4095 % 2 = 1"),
+    "cp engine": (replace(ZERO1, cp=2, dp_shard=4), {}, "needs FSDP2 and excludes sequence parallelism"),
+    "cp sequence": (replace(FSDP2, cp=2, dp_shard=4), {"seq_len_tokens": 4098}, "4098 % 4 = 2"),
+    "cp window": (replace(FSDP2, cp=2, dp_shard=4), {"model": WINDOWED}, "looks back 1024 tokens"),
+    "ep dense": (replace(ZERO1, ep=2), {}, "needs a mixture of experts"),
+    "ep engine": (replace(FSDP2, ep=2), {"model": MIXTRAL}, "runs on DeepSpeed"),
+    "ep experts": (replace(ZERO1, ep=3), {"model": MIXTRAL}, "must divide the experts (8 % 3 = 2)"),
+    "ep ranks": (replace(ZERO1, ep=8, dp_shard=4, sp=2), {"model": MIXTRAL}, "must divide the data-parallel ranks"),
+    "ep stage 3": (replace(ZERO3, ep=2, sp=2, dp_shard=4), {"model": MIXTRAL}, "in ZeRO-3 excludes sp; use stage 2"),
+    "tp experts": (replace(ZERO1, tp=2, dp_shard=4), {"model": MIXTRAL}, "AutoTP refuses mixtures of experts"),
+    "tp engine": (replace(FSDP2, tp=2, dp_shard=4), {}, "needs DeepSpeed AutoTP"),
+    "tp heads": (
+        replace(ZERO1, tp=5, dp_shard=8),
+        {"hardware": "40xA100-80GB"},
+        "must divide the attention heads (8 % 5 = 3); nearest legal values: 4, 8",
+    ),
+    "pp stage": (replace(ZERO3, pp=2, dp_shard=4), {}, "pp = 2: runs with ZeRO stage 0 or 1"),
+    "pp layers": (replace(ZERO1, pp=8, dp_shard=1), {}, "cannot exceed the 4 layers; nearest legal value: 4"),
+    "positions": (
+        ZERO1,
+        {"model": replace(LLAMA, learned_positions=512)},
+        "cannot exceed the 512 learned positions",
+    ),
+    "lora targets": (ZERO1, {"method": "lora", "lora_targets": ("c_attn",)}, "names among down_proj, gate_proj"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_violations_name_the_rule_and_the_way_out(name):
+    strategy, settings, expected = CASES[name]
+    found = faults(strategy, **settings)
+    assert any(expected in fault for fault in found), found
+
+
+def test_every_rule_has_a_violation_above():
+    triggered = set()
+    for strategy, settings, _ in CASES.values():
+        options = dict(settings)
+        model = options.pop("model", LLAMA)
+        cluster = parse_hardware(options.pop("hardware", "8xA100-80GB"), nvme=options.pop("nvme", None))
+        candidate = Candidate(strategy=strategy, model=model, hardware=cluster, job=TrainingJob(**options))
+        triggered |= {rule.__name__ for rule in RULES if rule(candidate) is not None}
+    assert triggered == {rule.__name__ for rule in RULES}
+
+
+@given(number=st.integers(1, 5000), value=st.integers(1, 5000))
+def test_nearest_divisors_divide_and_enclose(number, value):
+    found = [int(text) for text in nearest_divisors(number, value).split(", ")]
+    assert all(number % divisor == 0 for divisor in found)
+    if value <= number:
+        assert min(found) <= value <= max(found)
