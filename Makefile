@@ -47,7 +47,7 @@ format: install
 	$(BIN)/ruff format .
 
 readme: install
-	$(BIN)/python tests/readme_tree.py
+	$(BIN)/python tests/readme_parts.py
 
 gallery: install
 	$(BIN)/python -m shardwright.cli.gallery tests/data/models ds_configs/gallery

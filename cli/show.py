@@ -91,8 +91,8 @@ def memory_bar(gpu: GpuMemory) -> Text:
 
 def terms_table(terms: Mapping[str, int], title: str) -> Table:
     """Return named bytes, largest first, in the bar's colours."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("term")
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title)
     table.add_column("GB", justify="right")
     for index, (name, count) in enumerate(sorted(terms.items(), key=lambda item: -item[1])):
         table.add_row(Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), gigabytes(count))

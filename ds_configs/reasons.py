@@ -63,10 +63,11 @@ def chosen_reason(
 def _preference(strategy: Strategy, skipped: int) -> str:
     if strategy.engine == "single":
         return "enough for one accelerator"
-    how = "least" if skipped == 0 else "less than every other layout that fits"
     if strategy.offload_optimizer != "none":
         return "the first layout that fits; without offload none does"
-    return f"the layout that communicates {how}" if skipped else "the simplest layout, and none communicates less"
+    if skipped == 0:
+        return "the simplest layout, and none communicates less"
+    return "the simplest of the layouts that fit and communicate least"
 
 
 def rejected_reason(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from readme_tree import ROOT, with_tree
+from readme_parts import ROOT, with_generated_parts
 from shardwright.cli.main import build_app
 
 
@@ -13,9 +13,9 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_tree_is_current():
+def test_tree_and_example_are_current():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text == with_tree(text), "run `make readme`"
+    assert text == with_generated_parts(text), "run `make readme`"
 
 
 def test_links_lead_somewhere():

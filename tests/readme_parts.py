@@ -1,13 +1,22 @@
-"""The README's file tree, made from the first line of each module's docstring: `python tests/readme_tree.py`."""
+"""The README's generated parts: the file tree, from the modules' docstrings, and an example's real output.
+
+`python tests/readme_parts.py` writes them.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+from shardwright.cli.configs import load_entry
+from shardwright.cli.demo import plan_again
+from shardwright.cli.show import show_plan
+
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- tree -->", "<!-- end of tree -->"
+EXAMPLE = "llama-3.1-8b_8xA100-80GB"
 FLOORS = ("ds_configs", "plugins", "trainers", "cli")
 OTHERS = {
     "ds_configs/data/": "accelerators, activation coefficients, known configuration keys",
@@ -46,12 +55,23 @@ def tree() -> str:
     return "\n".join(lines)
 
 
-def with_tree(readme: str) -> str:
-    """The README with its tree made anew."""
-    block = f"{START}\n```text\n{tree()}\n```\n{END}"
-    return re.sub(f"{START}.*{END}", lambda _: block, readme, flags=re.DOTALL)
+def example() -> str:
+    """What `shardwright plan meta-llama/Llama-3.1-8B --hardware 8xA100-80GB` prints."""
+    output = StringIO()
+    with redirect_stdout(output):
+        show_plan(plan_again(load_entry(EXAMPLE)), None)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def with_generated_parts(readme: str) -> str:
+    """The README with its tree and example made anew."""
+    for name, text in (("tree", tree()), ("example", example())):
+        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        block = f"{start}\n```text\n{text}\n```\n{end}"
+        readme = re.sub(f"{start}.*{end}", lambda _, block=block: block, readme, flags=re.DOTALL)
+    return readme
 
 
 if __name__ == "__main__":
     file = ROOT / "README.md"
-    file.write_text(with_tree(file.read_text(encoding="utf-8")), encoding="utf-8")
+    file.write_text(with_generated_parts(file.read_text(encoding="utf-8")), encoding="utf-8")
