@@ -166,7 +166,7 @@ def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
     source = cached_activations(model, job)
     try:
-        for mode in modes[:1] if job.method != "full" else modes:
+        for mode in modes:
             source(1, mode)
     except UnknownFamilyError:
         return False
@@ -181,11 +181,10 @@ def adapter_name(job: TrainingJob) -> Adapter:
 
 
 def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
-    """Return how the engine computes: 16-bit weights (DeepSpeed, FSDP2, adapters on 16-bit weights) or autocast."""
+    """Return how the engine computes: on 16-bit weights (DeepSpeed, FSDP2) or under autocast (one process, DDP)."""
     if job.precision == "fp32":
         return "fp32"
-    autocast = strategy.engine in ("single", "ddp") and job.method == "full"
-    return "bf16_autocast" if autocast else "bf16"
+    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
 
 
 def tensor_terms(
@@ -222,10 +221,13 @@ def _activation_terms(
         per_layer = traced.saved_bytes_per_layer + dropout_masks
         transient = traced.backward_transient_bytes
     ranks = strategy.sp * strategy.cp
+    # Frozen weights are 16-bit already; with adapters only those are fp32 and copied.
+    fp32_matrices = parameters.trainable
+    if job.method == "full":
+        fp32_matrices = model.linear_parameters(include_head=True) + _tied_head(model)
     kept = {
         "activations": (model.dimensions.num_layers * per_layer + traced.outside_layer_bytes) // ranks,
-        "autocast_weight_copies": traced.autocast_weight_copy_bytes_per_parameter
-        * (model.linear_parameters(include_head=True) + _tied_head(model)),
+        "autocast_weight_copies": traced.autocast_weight_copy_bytes_per_parameter * fp32_matrices,
     }
     if job.method != "full":
         # PEFT computes an adapted expert's weight as base + update and keeps the sum for the backward pass.

@@ -9,30 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, ZERO_2, ZERO_3_CPU, ZERO_3_NVME, E, W, found
 from shardwright.cli.check import findings_as_dicts, run_check
-from shardwright.ds_configs.check import Finding, check_text, detect_kind
+from shardwright.ds_configs.check import check_text, detect_kind
 from shardwright.ds_configs.check.deepspeed import REPLACEMENTS
 from shardwright.ds_configs.check.keys import load_keys
 from shardwright.ds_configs.check.parsing import parse
-
-DATA = Path(__file__).parent / "data" / "check"
-ZERO_2: dict[str, Any] = json.loads((DATA / "zero_2.json").read_text())
-ZERO_3_CPU: dict[str, Any] = json.loads((DATA / "zero_3_cpu.json").read_text())
-ZERO_3_NVME: dict[str, Any] = json.loads((DATA / "zero_3_nvme.json").read_text())
-PLAIN: dict[str, Any] = json.loads((DATA / "plain.json").read_text())
-FSDP2 = (DATA / "fsdp2.yaml").read_text()
-DEEPSPEED_YAML = (DATA / "deepspeed.yaml").read_text()
-ZERO = "zero_optimization"
-E, W = "error", "warning"
-
-
-def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) -> bool:
-    return any(
-        finding.kind == kind
-        and finding.fault.where.partition(" ")[2] == path
-        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
-        for finding in findings
-    )
 
 
 @pytest.mark.parametrize("config", [ZERO_2, ZERO_3_CPU, ZERO_3_NVME], ids=["zero-2", "zero-3-cpu", "zero-3-nvme"])

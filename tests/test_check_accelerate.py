@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from shardwright.ds_configs.check import Finding, check_text
-
-DATA = Path(__file__).parent / "data" / "check"
-FSDP2 = (DATA / "fsdp2.yaml").read_text()
-DEEPSPEED_YAML = (DATA / "deepspeed.yaml").read_text()
-E, W = "error", "warning"
+from checking import DEEPSPEED_YAML, FSDP2, E, W, found
+from shardwright.ds_configs.check import check_text
 
 
 def launch(text: str = "", **changes: Any) -> str:
@@ -39,15 +34,6 @@ def parallel(kind: str = "FSDP", **sizes: Any) -> str:
     elif kind != "FSDP":
         changes["fsdp_config"] = ...
     return launch(**changes)
-
-
-def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) -> bool:
-    return any(
-        finding.kind == kind
-        and finding.fault.where.partition(" ")[2] == path
-        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
-        for finding in findings
-    )
 
 
 PARALLEL = "parallelism_config.parallelism_config_"

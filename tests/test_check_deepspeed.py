@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.ds_configs.check import Finding, check_text
+from checking import ZERO, ZERO_2, E, W, found
+from shardwright.ds_configs.check import check_text
 
-DATA = Path(__file__).parent / "data" / "check"
-ZERO_2: dict[str, Any] = json.loads((DATA / "zero_2.json").read_text())
-ZERO = "zero_optimization"
 OFFLOAD = f"{ZERO}.offload_optimizer"
-E, W = "error", "warning"
 
 
 def deepspeed(**changes: Any) -> str:
@@ -34,15 +30,6 @@ def deepspeed(**changes: Any) -> str:
 
 def zero(**keys: Any) -> str:
     return deepspeed(**{ZERO: keys})
-
-
-def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) -> bool:
-    return any(
-        finding.kind == kind
-        and finding.fault.where.partition(" ")[2] == path
-        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
-        for finding in findings
-    )
 
 
 DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [

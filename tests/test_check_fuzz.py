@@ -10,26 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from checking import FSDP2, PLAIN, ZERO, E, found
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shardwright.cli.check import findings_as_dicts
-from shardwright.ds_configs.check import Finding, check_text
+from shardwright.ds_configs.check import check_text
 from shardwright.ds_configs.check.keys import load_keys
-
-DATA = Path(__file__).parent / "data" / "check"
-PLAIN: dict[str, Any] = json.loads((DATA / "plain.json").read_text())
-FSDP2 = (DATA / "fsdp2.yaml").read_text()
-ZERO = "zero_optimization"
-E, W = "error", "warning"
-
-
-def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) -> bool:
-    return any(
-        finding.kind == kind
-        and finding.fault.where.partition(" ")[2] == path
-        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
-        for finding in findings
-    )
 
 
 def _known_names() -> list[str]:
