@@ -6,7 +6,7 @@ With T trainable elements, N sharding ranks and 8-byte Adam states they read, in
 
 | case | at rest | during backward | in the step |
 |---|---|---|---|
-| DDP, autocast | 16 (+4 reduction buckets) | 20 | 20 |
+| DDP, autocast | 16 (4 of them reduction buckets) | 20 | 20 |
 | stage 0, 16 bit | 14 | 16 | 20 |
 | stage 1, 16 bit | 2 + 12/N | 4 + 12/N | 2 + 20/N |
 | stage 2, 16 bit | 2 + 12/N | 2 + 14/N | 2 + 20/N |
