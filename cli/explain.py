@@ -11,18 +11,18 @@ from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.plan import Plan
 from ..ds_configs.reasons import display_name
 from ..ds_configs.rules import RULES
-from ..ds_configs.terms import TERM_MEANINGS
+from ..ds_configs.terms import STRATEGY_MEANINGS, TERM_MEANINGS
 
 
 def explain_command(subject: str, *, format: Literal["human", "json"] = "human") -> int:
-    """Explain a plan that was written, or what a memory term or a rule means.
+    """Explain a plan that was written, or what a strategy, a memory term or a rule means.
 
     Examples: shardwright explain plan/ ; shardwright explain gathered_parameters
 
     Parameters
     ----------
     subject
-        Directory or plan.json of a plan, a memory term, or a rule.
+        Directory or plan.json of a plan, a strategy, a memory term, or a rule.
     format
         human or json; json prints one object on stdout.
     """
@@ -38,7 +38,9 @@ def explain_command(subject: str, *, format: Literal["human", "json"] = "human")
     if not exists:
         near = get_close_matches(name, list(meanings), n=3, cutoff=0.5)
         fix = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(meanings)}"
-        raise UsageError(Fault(where="subject", value=subject, rule="is no plan, memory term or rule", fix=fix))
+        raise UsageError(
+            Fault(where="subject", value=subject, rule="is no plan, strategy, memory term or rule", fix=fix)
+        )
     plan = Plan.load(subject)
     if format == "json":
         print(json.dumps(_plan_explained(plan), indent=2))
@@ -57,7 +59,8 @@ def _exists(subject: str) -> bool:
 
 def _meanings() -> dict[str, str]:
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
-    return dict(TERM_MEANINGS) | rules
+    strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
+    return dict(TERM_MEANINGS) | strategies | rules
 
 
 def _meaning(term: str) -> str:

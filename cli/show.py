@@ -103,11 +103,15 @@ def terms_table(terms: Mapping[str, int], title: str) -> Table:
 def _rejected_table(plan: PlanData) -> Table:
     table = Table(title="Other layouts", title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", no_wrap=False, max_width=34)
+    table.add_column("micro-batch", justify="right")
     table.add_column("needs up to GB", justify="right")
     table.add_column("why not")
     for candidate in plan.rejected:
-        reason = candidate.reason.removeprefix(display_name(candidate.strategy)).strip()
-        table.add_row(display_name(candidate.strategy), gigabytes(candidate.memory.gpu.high_bytes), Text(reason))
+        strategy = candidate.strategy
+        name = display_name(strategy)
+        size = f"{strategy.micro_batch_size}{' ckpt' if strategy.gradient_checkpointing else ''}"
+        reason = Text(candidate.reason.removeprefix(name).strip())
+        table.add_row(name, size, gigabytes(candidate.memory.gpu.high_bytes), reason)
     return table
 
 

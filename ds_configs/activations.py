@@ -18,7 +18,6 @@ Adapter = Literal["none", "lora_all_linear", "lora_attention"]
 Attention = Literal["auto", "fused", "masked", "math"]
 
 DATA_FILE = "activations.json"
-CHUNKED_LOSS_TOKENS = 1024
 
 
 class UnknownFamilyError(ShardwrightError):
@@ -157,7 +156,7 @@ def estimate_activations(
     `bytes = sum(coefficient * feature)` with `feature_values`; `docs/activations.md` says how the coefficients were
     measured. `family` is the `model_type` of `config.json`; `mode` "bf16" also stands for fp16. `attention` is "fused"
     when no mask reaches attention, "masked" with padding, with packed sequences told by position numbers, or with a
-    sliding window shorter than the sequence. `chunked_loss` evaluates head and loss at `CHUNKED_LOSS_TOKENS` tokens at
+    sliding window shorter than the sequence. `chunked_loss` evaluates head and loss at `chunked_loss_tokens` tokens at
     a time.
 
     Raises:
@@ -179,16 +178,28 @@ def estimate_activations(
         dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
     estimate = evaluate_table(table, whole, source)
-    if not chunked_loss or micro_batch_size * seq_len_tokens <= CHUNKED_LOSS_TOKENS:
+    tokens = micro_batch_size * seq_len_tokens
+    if not chunked_loss or tokens <= chunked_loss_tokens(tokens, dimensions):
         return estimate
-    return _with_chunked_loss(estimate, table, dimensions, micro_batch_size * seq_len_tokens, mode)
+    return _with_chunked_loss(estimate, table, dimensions, tokens, mode)
+
+
+def chunked_loss_tokens(tokens: int, dimensions: Dimensions) -> int:
+    """Returns the tokens of one chunk: logits of a chunk about as large as all hidden states.
+
+    `next power of two of ceil(tokens / ceil(vocab_size / hidden_size))`, as Liger's fused linear cross entropy does
+    (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    chunks = -(-dimensions.vocab_size // dimensions.hidden_size)
+    return 1 << (-(-tokens // chunks) - 1).bit_length()
 
 
 def _with_chunked_loss(
     estimate: ActivationEstimate, table: Mapping[str, Any], dimensions: Dimensions, tokens: int, mode: Mode
 ) -> ActivationEstimate:
     """Head and loss chunk by chunk, each chunk's gradient taken at once: only the hidden gradient is kept."""
-    features = feature_values(dimensions, micro_batch_size=1, seq_len_tokens=CHUNKED_LOSS_TOKENS)
+    chunk_tokens = chunked_loss_tokens(tokens, dimensions)
+    features = feature_values(dimensions, micro_batch_size=1, seq_len_tokens=chunk_tokens)
     chunk = evaluate_table(table, features, estimate.source)
     headless = feature_values(replace(dimensions, vocab_size=0), micro_batch_size=1, seq_len_tokens=tokens)
     norm_backward = evaluate_table(table, headless, estimate.source).loss_backward_peak_bytes
@@ -199,5 +210,5 @@ def _with_chunked_loss(
         loss_forward_peak_bytes=peak + hidden_gradient,
         loss_kept_bytes=hidden_gradient,
         loss_backward_peak_bytes=hidden_gradient + norm_backward,
-        source=f"{estimate.source}; loss in chunks of {CHUNKED_LOSS_TOKENS} tokens",
+        source=f"{estimate.source}; loss in chunks of {chunk_tokens} tokens",
     )

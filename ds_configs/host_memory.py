@@ -80,7 +80,7 @@ def _offload_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob, param
         return {}
     width, ranks = job.compute_bytes, strategy.shard_size
     shard = -(-parameters.trainable // ranks)
-    states = -(-optimizer_state_bytes(model, job, parameters.trainable) // ranks)
+    states = -(-optimizer_state_bytes(strategy, model, job, parameters.trainable) // ranks)
     frozen = -(-parameters.frozen_bytes // ranks)
     if strategy.engine == "fsdp2":
         return {
@@ -107,7 +107,9 @@ def _stage3_offload_terms(strategy: Strategy, job: TrainingJob, shard: int, stat
     pinned = [accumulation * shard]
     terms: Terms = {"offloaded_gradients": accumulation * shard}
     if strategy.offload_optimizer == "cpu":
-        pinned.append(4 * shard)
+        # fp32 gradients are pinned one sub-group at a time (stage3.py:1338).
+        sub_group = min(shard, zero.sub_group_size)
+        pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
         terms["offloaded_gradients"] += 4 * shard
         terms |= {"offloaded_master_weights": 4 * shard, "offloaded_optimizer_states": states}
     else:
@@ -130,7 +132,7 @@ def _nvme_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, paramete
     shard = -(-parameters.trainable // strategy.shard_size)
     count = 0
     if strategy.offload_optimizer == "nvme":
-        states = -(-optimizer_state_bytes(model, job, parameters.trainable) // strategy.shard_size)
+        states = -(-optimizer_state_bytes(strategy, model, job, parameters.trainable) // strategy.shard_size)
         count += 4 * shard + states + 4 * shard
     if strategy.offload_param == "nvme":
         count += job.compute_bytes * shard + -(-parameters.frozen_bytes // strategy.shard_size)

@@ -19,6 +19,19 @@ StrategyName = Literal[
 OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
 LossImplementation = Literal["eager", "chunked"]
 
+CHUNKED_LOSS_FAMILIES = (
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Model types whose head and loss liger-kernel fuses; for others it changes nothing, without an error."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
@@ -26,10 +39,12 @@ class OptimizerSpec:
 
     state_bytes_per_parameter: float
     """Bytes of state for each trainable parameter."""
+    eight_bit: bool = False
+    """Whether states are 8-bit blocks, except those of embeddings."""
     factored: bool = False
     """Whether a matrix keeps one row and one column of state instead (Adafactor)."""
     step_transient: Literal["none", "foreach"] = "none"
-    """`foreach` holds one fp32 temporary as large as the parameters stepped together; fused kernels hold none."""
+    """`foreach` holds one fp32 temporary of all parameters stepped together, fused kernels none, factored ones two."""
     cpu_kernel: bool = False
     """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload needs."""
     deepspeed_only: bool = False
@@ -44,12 +59,16 @@ _BLOCKWISE_8BIT = 1 + 4 / 256
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     "adamw_torch_fused": OptimizerSpec(state_bytes_per_parameter=8, cpu_kernel=True),
     "adamw_torch": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", cpu_kernel=True),
-    "adamw_8bit": OptimizerSpec(state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True),
-    "adamw_bnb_8bit": OptimizerSpec(state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True),
-    "paged_adamw_8bit": OptimizerSpec(state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True),
+    "adamw_8bit": OptimizerSpec(eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True),
+    "adamw_bnb_8bit": OptimizerSpec(
+        eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True
+    ),
+    "paged_adamw_8bit": OptimizerSpec(
+        eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True
+    ),
     "paged_adamw_32bit": OptimizerSpec(state_bytes_per_parameter=8, plain_tensors_only=True),
     "lion_32bit": OptimizerSpec(state_bytes_per_parameter=4, plain_tensors_only=True),
-    "lion_8bit": OptimizerSpec(state_bytes_per_parameter=_BLOCKWISE_8BIT, plain_tensors_only=True),
+    "lion_8bit": OptimizerSpec(eight_bit=True, state_bytes_per_parameter=_BLOCKWISE_8BIT, plain_tensors_only=True),
     "adagrad": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach", cpu_kernel=True),
     "rmsprop": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach"),
     "sgd": OptimizerSpec(state_bytes_per_parameter=0),

@@ -76,7 +76,8 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     offloads = offload != "none"
     automatic = job.offload == "auto"
     if name in ("single", "ddp"):
-        if (offloads and automatic) or (job.strategy == "auto" and (name == "single") != (world == 1)):
+        chosen_freely = job.strategy == "auto"
+        if (offloads and (automatic or chosen_freely)) or (chosen_freely and (name == "single") != (world == 1)):
             return None
         return Strategy(
             engine="single" if name == "single" else "ddp",
@@ -114,8 +115,13 @@ def _build_zero(name: str, offload: str, model: ModelSpec, hardware: HardwareSpe
     world, automatic = hardware.world_size, job.strategy == "auto"
     if automatic and world == 1 and (offload == "none" or stage == 1):
         return None
-    if job.offload == "auto" and not _offload_applies(stage, offload):
+    if (job.offload == "auto" or automatic) and not _offload_applies(stage, offload):
         return None
+    if job.offload == "nvme" and stage < 3:
+        # One layout is enough to say that NVMe needs stage 3.
+        if offload == "nvme-all":
+            return None
+        parameter_device = "none"
     zero = default_zero_options(model, job, stage=stage)
     if name == "zero3-hpz":
         if automatic and (hardware.nodes == 1 or offload != "none"):

@@ -241,7 +241,7 @@ def _activation_terms(
     if job.loss == "chunked" and job.method == "full":
         # A chunked loss computes the head's gradient in the forward pass.
         head = model.dimensions.vocab_size * model.dimensions.hidden_size
-        loss["head_gradient"] = job.compute_bytes * head
+        loss["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * head
     if job.method == "qlora":
         widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
         loss["dequantized_weight"] = backward["dequantized_weight"] = job.compute_bytes * widest

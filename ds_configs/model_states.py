@@ -76,23 +76,37 @@ def rank_parameters(model: ModelSpec, job: TrainingJob) -> RankParameters:
     )
 
 
-def optimizer_state_bytes(model: ModelSpec, job: TrainingJob, trainable: int) -> int:
-    """Return the bytes of optimizer states for all trainable elements, before sharding."""
+def optimizer_state_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
+    """Return the bytes of optimizer states for all trainable elements, before sharding.
+
+    ZeRO hands the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py). On whole
+    parameters the Trainer keeps 32-bit states for embeddings beside 8-bit ones (transformers/trainer.py:1286).
+    """
     optimizer = OPTIMIZERS[job.optimizer]
-    if not optimizer.factored:
-        return round(optimizer.state_bytes_per_parameter * trainable)
-    rows_and_columns = sum(
+    flat = bool(strategy.zero_stage)
+    if optimizer.factored:
+        return 4 * trainable if flat or job.method != "full" else _factored_bytes(model)
+    states = optimizer.state_bytes_per_parameter * trainable
+    if optimizer.eight_bit and not flat and job.method == "full":
+        embeddings = sum(p.total for p in model.parameters if p.kind == "embedding")
+        moments = round(optimizer.state_bytes_per_parameter)
+        states += embeddings * (4 * moments - optimizer.state_bytes_per_parameter)
+    return round(states)
+
+
+def _factored_bytes(model: ModelSpec) -> int:
+    """fp32 rows and columns of each matrix, and whole vectors."""
+    return sum(
         4 * p.count * (p.numel // p.shape[-1] + p.numel // p.shape[-2] if len(p.shape) > 1 else p.numel)
         for p in model.parameters
     )
-    return rows_and_columns if job.method == "full" else 4 * trainable
 
 
 def model_state_terms(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Phase, Terms]:
     """Return the named bytes of model states on one accelerator in each phase."""
-    states = optimizer_state_bytes(model, job, parameters.trainable)
+    states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
     if strategy.engine in ("single", "ddp"):
         return _replicated(strategy, job, parameters, states)
     if strategy.engine == "fsdp2":
@@ -148,7 +162,10 @@ def _stage1_and_2(strategy: Strategy, job: TrainingJob, parameters: RankParamete
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = {"gradients": width * trainable}
     if strategy.offload_optimizer != "none":
-        backward = full if strategy.zero_stage == 1 else {"offload_staging": 2 * width * parameters.largest_trainable}
+        # One buffer of the largest tensor lives from initialisation on (stage_1_and_2.py:659).
+        staging = {"offload_staging": width * parameters.largest_trainable}
+        rest |= staging
+        backward = full if strategy.zero_stage == 1 else staging
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
         loss = full if strategy.zero_stage == 1 else {}
@@ -215,4 +232,7 @@ def _if_accumulating(strategy: Strategy, gradients: Mapping[str, int]) -> Mappin
 
 
 def _foreach_transient(job: TrainingJob, elements: int) -> int:
-    return 4 * elements if OPTIMIZERS[job.optimizer].step_transient == "foreach" else 0
+    optimizer = OPTIMIZERS[job.optimizer]
+    if optimizer.factored:
+        return 8 * elements
+    return 4 * elements if optimizer.step_transient == "foreach" else 0

@@ -50,7 +50,7 @@ def chosen_reason(
 ) -> str:
     """Return why this layout was taken."""
     gpu = memory.gpu
-    asked = "the strategy you asked for" if job.strategy != "auto" else _preference(strategy, skipped)
+    asked = "the strategy you asked for" if job.strategy != "auto" else _preference(strategy, job, skipped)
     checkpointing = "with" if strategy.gradient_checkpointing else "without"
     return (
         f"{display_name(strategy)} is {asked}: it needs {gigabytes(gpu.peak_bytes)} GB "
@@ -60,9 +60,11 @@ def chosen_reason(
     )
 
 
-def _preference(strategy: Strategy, skipped: int) -> str:
+def _preference(strategy: Strategy, job: TrainingJob, skipped: int) -> str:
     if strategy.engine == "single":
         return "enough for one accelerator"
+    if strategy.offload_optimizer != "none" and job.offload != "auto":
+        return "the first layout that fits with the offload you asked for"
     if strategy.offload_optimizer != "none":
         return "the first layout that fits; without offload none does"
     if skipped == 0:

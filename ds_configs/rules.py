@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .candidate import Candidate, Rule, one_of
 from .errors import Fault
-from .job import OPTIMIZERS
+from .job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS
 from .model import targeted_linears
 from .parallel_rules import PARALLEL_RULES
 
@@ -210,6 +210,18 @@ def sequence_fits_the_positions(candidate: Candidate) -> Fault | None:
     )
 
 
+def chunked_loss_is_supported(candidate: Candidate) -> Fault | None:
+    """Liger patches the families it knows and leaves others silently (liger_kernel/transformers/monkey_patch.py)."""
+    if candidate.job.loss == "eager" or candidate.model.model_type in CHUNKED_LOSS_FAMILIES:
+        return None
+    return Fault(
+        where="loss",
+        value="chunked",
+        rule=f"has no kernel for {candidate.model.model_type}",
+        fix=f"use --loss eager; supported: {', '.join(CHUNKED_LOSS_FAMILIES)}",
+    )
+
+
 def lora_targets_exist(candidate: Candidate) -> Fault | None:
     """Each LoRA target names a Linear module of the candidate.model."""
     if candidate.job.method == "full":
@@ -238,6 +250,7 @@ RULES: tuple[Rule, ...] = (
     fp16_needs_an_accelerator,
     accumulation_dtype_is_supported,
     sequence_fits_the_positions,
+    chunked_loss_is_supported,
     lora_targets_exist,
     *PARALLEL_RULES,
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .errors import ShardwrightError
 from .hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
 from .job import TrainingJob
 from .memory import ActivationSource
 from .model import ModelSpec
+from .reasons import display_name
 from .search import search
 from .units import gigabytes
 
@@ -25,7 +27,7 @@ class Suggestion:
     change: str
     """What to do, as the flag to write."""
     strategy: str
-    """The layout that would then be chosen."""
+    """The layout that would then be chosen, as people name it."""
     high_bytes: int
     """Upper end of its memory on one accelerator."""
     capacity_bytes: int
@@ -63,7 +65,7 @@ def cheapest_changes(
                 found.append(
                     Suggestion(
                         change=change,
-                        strategy=outcome.chosen.strategy.label,
+                        strategy=display_name(outcome.chosen.strategy),
                         high_bytes=gpu.high_bytes,
                         capacity_bytes=gpu.capacity_bytes,
                     )
@@ -143,14 +145,29 @@ def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
         larger = with_gpus(hardware, nodes=nodes, gpus_per_node=gpus)
         batch = job.global_batch_size
         if batch is None or batch % larger.world_size == 0:
-            yield f"--hardware {larger.name}", larger, job
+            yield _hardware_change(larger), larger, job
+
+
+def _hardware_change(hardware: HardwareSpec) -> str:
+    if hardware.gpu in gpu_catalog():
+        return f"--hardware {hardware.name}"
+    return f"nodes: {hardware.nodes} and gpus_per_node: {hardware.gpus_per_node} in the hardware file"
+
+
+def _stated_memory(hardware: HardwareSpec) -> dict[str, Any]:
+    """Host memory and NVMe that the user stated, which another accelerator does not change."""
+    stated: dict[str, Any] = {"nvme_bytes_per_node": hardware.nvme_bytes_per_node, "nvme_path": hardware.nvme_path}
+    if "host_bytes_per_node" not in hardware.assumed:
+        stated["host_bytes_per_node"] = hardware.host_bytes_per_node
+    return stated
 
 
 def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
     larger = [name for name, entry in gpu_catalog().items() if entry["usable_gib"] * 2**30 > hardware.gpu_bytes * 1.02]
     prefix = f"{hardware.nodes}x" if hardware.nodes > 1 else ""
+    stated = _stated_memory(hardware)
     for name in sorted(larger, key=lambda gpu: float(gpu_catalog()[gpu]["usable_gib"])):
-        candidate = parse_hardware(f"{prefix}{hardware.gpus_per_node}x{name}")
+        candidate = replace(parse_hardware(f"{prefix}{hardware.gpus_per_node}x{name}"), **stated)
         yield f"--hardware {candidate.name}", candidate, job
 
 

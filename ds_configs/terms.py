@@ -1,4 +1,4 @@
-"""What each named memory term means and how it is computed."""
+"""What each memory term means and how it is computed, and what each strategy does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "optimizer_states": "Adam: 8 B of trainable elements (fp32 moments), divided by the ranks from stage 1 on",
     "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stages 1 and 2 the "
     "flattened 16-bit gradients live beside their fp32 copy",
-    "offload_staging": "two buffers of the largest tensor through which gradients leave for the host",
+    "offload_staging": "a buffer of the largest tensor through which gradients leave for the host, and in the "
+    "backward pass the gradient on its way",
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
     "reduce_bucket": "the one persistent bucket of stage 3: reduce_bucket_size elements",
     "reduce_copy": "the flattened copy that a reduction makes of its bucket",
@@ -49,3 +50,16 @@ TERM_MEANINGS: Mapping[str, str] = {
     "nvme_parameter_buffers": "pinned buffers: buffer_count * buffer_size in compute precision",
 }
 """One sentence for each term, by name."""
+
+STRATEGY_MEANINGS: Mapping[str, str] = {
+    "single": "one process on one accelerator: fp32 weights under autocast, nothing sharded",
+    "ddp": "a whole replica on every rank; gradients are averaged in fp32 buckets (2 volumes of the parameters)",
+    "zero0": "DeepSpeed without sharding; in 16 bit its Adam starts at step 2 (0.19.8), so prefer ddp or zero1",
+    "zero1": "DeepSpeed shards master weights and optimizer states over the ranks (2 volumes)",
+    "zero2": "as zero1, and gradients are sharded as the backward pass makes them (2 volumes)",
+    "zero3": "as zero2, and parameters are sharded and gathered module by module (3 volumes)",
+    "zero3-hpz": "zero3 with a second shard of the weights inside each node, so that the backward pass gathers locally",
+    "fsdp2": "PyTorch shards fp32 parameters, gradients and states and gathers layer by layer in 16 bit (3 volumes)",
+    "fsdp2-hybrid": "fsdp2 within each node, replicas across nodes",
+}
+"""One sentence for each `--strategy`, by name."""

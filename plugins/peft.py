@@ -2,7 +2,8 @@
 
 Seen with peft 0.21.2 and bitsandbytes 0.50.2: FSDP2 shards 4-bit weights only when their storage dtype is a floating
 one (uint8 storage is replicated with a warning, accelerate/utils/fsdp_utils.py:789), so the storage follows the
-compute dtype.
+compute dtype. PEFT makes adapters fp32; under `zero.Init` DeepSpeed 0.19.8 leaves them so and runs without autocast,
+and each adapted layer then keeps an fp32 copy of its input (seen on two CPU ranks).
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ DEFAULT_RANK = 16
 ALL_LINEAR = "all-linear"
 
 
-def add_lora(model: Any, *, rank: int | None, targets: str | None) -> Any:
+def add_lora(model: Any, *, rank: int | None, targets: str | None, fp32_adapters: bool) -> Any:
     """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685), scale 2.
 
-    `targets` names modules separated by commas, or `all-linear`.
+    `targets` names modules separated by commas, or `all-linear`. `fp32_adapters` is for engines that keep no other
+    fp32 copy of them; DeepSpeed keeps one in its optimizer.
     """
     from peft import LoraConfig, get_peft_model
 
     chosen_rank, chosen_targets = rank or DEFAULT_RANK, targets or ALL_LINEAR
     modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
     lora = LoraConfig(r=chosen_rank, lora_alpha=2 * chosen_rank, target_modules=modules, task_type="CAUSAL_LM")
-    return get_peft_model(model, lora)
+    return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
 
 
 def four_bit_loading(dtype: Any) -> Any:

@@ -52,6 +52,9 @@ def plan(
     wanted = job or TrainingJob()
     for note in loaded.notes:
         tell(note)
+    positions = loaded.config.get("max_position_embeddings")
+    if isinstance(positions, int) and loaded.spec.learned_positions is None and wanted.seq_len_tokens > positions:
+        tell(f"sequences of {wanted.seq_len_tokens} tokens are beyond the {positions} that the model was trained for")
     source: ActivationSource | None = None
     if not activations_are_stored(loaded.spec, wanted):
         tell(f"no stored activations for {loaded.spec.model_type} with these settings: tracing the model")

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.job import OPTIMIZERS
 
 BYTE_COUNT = 256
 END_OF_TEXT = "<|endoftext|>"
-SURVIVES_OPTIMIZER_OFFLOAD = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit"})
+SURVIVES_OPTIMIZER_OFFLOAD = frozenset(name for name, spec in OPTIMIZERS.items() if spec.cpu_kernel)
 """`optim` names whose update rule DeepSpeed's CPU optimizers keep."""
 
 
@@ -79,6 +80,25 @@ def deepspeed_configuration(arguments: Any) -> dict[str, Any] | None:
     """Return the DeepSpeed configuration that ``arguments`` will train with; ``None`` without DeepSpeed."""
     plugin = getattr(arguments, "deepspeed_plugin", None)
     return None if plugin is None else plugin.deepspeed_config
+
+
+def check_liger_kernel(arguments: Any) -> None:
+    """Refuse `use_liger_kernel` without its package before weights are loaded.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+    from importlib.util import find_spec
+
+    if arguments.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise UsageError(
+            Fault(
+                where="training arguments: use_liger_kernel",
+                value=True,
+                rule="needs the package liger-kernel, which is not installed",
+                fix="pip install liger-kernel (it needs a GPU), or plan with --loss eager",
+            )
+        )
 
 
 def refuse_replaced_optimizer(arguments: Any) -> None:

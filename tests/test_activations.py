@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.activations import (
-    CHUNKED_LOSS_TOKENS,
     ActivationEstimate,
     Adapter,
     Mode,
     UnknownFamilyError,
     attention_path,
+    chunked_loss_tokens,
     estimate_activations,
     load_coefficients,
 )
@@ -137,7 +137,9 @@ def test_chunked_loss_no_longer_grows_with_logits() -> None:
         for chunked in (False, True)
     )
     hidden_gradient = 4 * 8192 * 4096 * 2
-    chunk_logits = CHUNKED_LOSS_TOKENS * LLAMA_8B.vocab_size
+    chunk_tokens = chunked_loss_tokens(4 * 8192, LLAMA_8B)
+    assert chunk_tokens == 1024  # 32,768 tokens over 32 chunks
+    chunk_logits = chunk_tokens * LLAMA_8B.vocab_size
     assert chunked.loss_kept_bytes == hidden_gradient
     assert chunked.loss_forward_peak_bytes == pytest.approx(12 * chunk_logits + hidden_gradient, rel=1e-3)
     assert chunked.saved_bytes_per_layer == whole.saved_bytes_per_layer

@@ -128,7 +128,7 @@ def test_a_config_that_is_no_json_object_is_refused(shell: Shell, tmp_path: Path
         (["plan"], 2, "--model requires an argument"),
         (["pln"], 2, 'Did you mean "plan"?'),
         (["explain", "gathered_parametres"], 2, "did you mean gathered_parameters"),
-        (["explain", "x" * 5000], 2, "is no plan, memory term or rule"),
+        (["explain", "x" * 5000], 2, "is no plan, strategy, memory term or rule"),
         (["explain", LLAMA], 2, "has no plan.json"),
         (["configs", "cp", "../secret", "out"], 2, "is not in the gallery"),
         (["schema", "nothing"], 2, '"settings", "hardware", "plan"'),

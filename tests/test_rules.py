@@ -95,6 +95,11 @@ CASES = {
         {"model": replace(LLAMA, learned_positions=512)},
         "cannot exceed the 512 learned positions",
     ),
+    "chunked loss": (
+        ZERO1,
+        {"model": replace(LLAMA, model_type="gpt2"), "loss": "chunked"},
+        "has no kernel for gpt2; use --loss eager",
+    ),
     "lora targets": (ZERO1, {"method": "lora", "lora_targets": ("c_attn",)}, "names among down_proj, gate_proj"),
 }
 

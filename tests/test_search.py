@@ -13,6 +13,7 @@ from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.hardware import parse_hardware
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.plan import PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.reasons import display_name
 from shardwright.ds_configs.search import ENOUGH_TOKENS, USEFUL_TOKENS, search
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
@@ -165,7 +166,7 @@ def test_when_nothing_fits_three_changes_are_named_and_each_really_fits(model, h
         if "lora_rank" in fields:
             fields["lora_rank"] = int(fields["lora_rank"])
         plan = make_plan(model, cluster, replace(job, **fields))
-        assert plan.chosen.strategy.label == suggestion.strategy
+        assert display_name(plan.chosen.strategy) == suggestion.strategy
         assert plan.chosen.memory.gpu.high_bytes == suggestion.high_bytes
 
 

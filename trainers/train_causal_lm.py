@@ -25,6 +25,7 @@ from ..plugins.deepspeed import check_nvme_support
 from ..plugins.peft import add_lora, four_bit_loading
 from ..plugins.transformers import (
     byte_tokenizer,
+    check_liger_kernel,
     prepare_model_directory_save,
     refuse_replaced_optimizer,
     save_model_directory,
@@ -256,16 +257,18 @@ def train(flags: argparse.Namespace) -> None:
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
     check_nvme_support(arguments)
+    check_liger_kernel(arguments)
     if flags.save:
         prepare_model_directory_save(arguments)
 
     config = load_config(flags)
-    _check_seq_len(flags.seq_len, config)
+    check_seq_len(flags.seq_len, config)
     tokenizer = load_tokenizer(flags, config.get_text_config().vocab_size)
     samples = pack(read_documents(flags.text), tokenizer, flags.seq_len)
     model = load_model(flags, config, weights_dtype(arguments, method=flags.method), arguments.seed)
     if flags.method != "full":
-        model = add_lora(model, rank=flags.lora_rank, targets=flags.lora_targets)
+        adapters_in_fp32 = engine != "deepspeed"
+        model = add_lora(model, rank=flags.lora_rank, targets=flags.lora_targets, fp32_adapters=adapters_in_fp32)
 
     from transformers import Trainer, default_data_collator
 
@@ -295,11 +298,20 @@ def _check_world_size(world_size: int) -> None:
         raise ShardwrightError(f"the Trainer counts {world_size} ranks where the launcher started {launched}")
 
 
-def _check_seq_len(seq_len: int, config: Any) -> None:
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        rule = f"the model's max_position_embeddings is {longest}"
+def check_seq_len(seq_len: int, config: Any) -> None:
+    """Refuse a sequence beyond learned positions, and remark on one beyond what rotary positions were trained for.
+
+    Raises:
+        UsageError: the model has no embedding for the last positions.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None or seq_len <= longest:
+        return
+    if getattr(text, "rope_parameters", None) is None:
+        rule = f"the model has {longest} learned positions"
         raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="lower it"))
+    _note(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")
 
 
 def _note(text: str) -> None:

@@ -13,7 +13,7 @@ from ..plan_json import plan_to_dict
 from ..units import gigabytes
 from .accelerate import accelerate_config
 from .deepspeed import deepspeed_config
-from .launch import hostfile, launch_arguments, launch_script, slurm_script
+from .launch import hostfile, launch_script, run_line, slurm_script
 from .training_arguments import training_arguments
 
 
@@ -35,7 +35,7 @@ def render_files(plan: PlanData, *, directory: str = ".") -> dict[str, str]:
         texts["ds_config.json"] = _json(described)
     if plan.hardware.nodes > 1:
         texts["hostfile"] = header + hostfile(plan)
-        texts["launch.sbatch"] = slurm_script(plan, header)
+        texts["launch.sbatch"] = slurm_script(plan, header, directory=directory)
     assert set(texts) == set(plan.file_names), "every named file is rendered"
     return texts
 
@@ -46,7 +46,7 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
     lines = [
         headline(plan),
         plan.chosen.reason,
-        f"Run: {shlex.join(launch_arguments(plan, directory=directory))}",
+        f"Run: {run_line(plan, directory=directory)}",
         f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}, sequences of "
         f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
         f"accelerator.",

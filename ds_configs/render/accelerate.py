@@ -49,6 +49,8 @@ def _distributed_type(plan: PlanData) -> str:
     engine = plan.chosen.strategy.engine
     if engine == "ddp" and plan.hardware.gpu == "CPU":
         return "MULTI_CPU"
+    if engine == "ddp" and plan.hardware.gpu.startswith("Gaudi"):
+        return "MULTI_HPU"
     return {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}[engine]
 
 

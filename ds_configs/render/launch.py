@@ -20,6 +20,15 @@ def launch_arguments(plan: PlanData, *, directory: str = ".") -> list[str]:
     return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
 
 
+def run_line(plan: PlanData, *, directory: str = ".") -> str:
+    """Return what to type, quoted for a shell: the launch itself, or on several nodes the script for each."""
+    if plan.hardware.nodes == 1:
+        return shlex.join(launch_arguments(plan, directory=directory))
+    script = shlex.quote(f"{directory}/launch.sh")
+    batch = shlex.quote(f"{directory}/launch.sbatch")
+    return f"{script} MACHINE_RANK MAIN_PROCESS_IP on each node, or sbatch {batch}"
+
+
 def _training_module_arguments(plan: PlanData, directory: str) -> list[str]:
     arguments = [
         TRAINING_MODULE,
@@ -60,9 +69,13 @@ def launch_script(plan: PlanData, header: str) -> str:
     return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
 
 
-def slurm_script(plan: PlanData, header: str) -> str:
-    """Return `launch.sbatch`: one `accelerate launch` per node, its rank taken from SLURM."""
+def slurm_script(plan: PlanData, header: str, *, directory: str = ".") -> str:
+    """Return `launch.sbatch`: one `accelerate launch` per node, its rank taken from SLURM.
+
+    SLURM runs a copy of the script, so the plan's directory is written down; `.` means where `sbatch` is called.
+    """
     hardware = plan.hardware
+    launcher = '"$SLURM_SUBMIT_DIR/launch.sh"' if directory == "." else shlex.quote(f"{directory}/launch.sh")
     return (
         "#!/usr/bin/env bash\n"
         "#SBATCH --job-name=shardwright\n"
@@ -74,7 +87,7 @@ def slurm_script(plan: PlanData, header: str) -> str:
         'main_process_ip="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
         "export main_process_ip\n"
         'srun bash -c \'exec bash "$0" "$SLURM_NODEID" "$main_process_ip" "$@"\' '
-        '"$SLURM_SUBMIT_DIR/launch.sh" "$@"\n'
+        f'{launcher} "$@"\n'
     )
 
 

@@ -9,6 +9,8 @@ from ..plan_data import PlanData
 FUSED_LOSS_ONLY = {
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
+    "geglu": False,
+    "layer_norm": False,
     "rms_norm": False,
     "rope": False,
     "swiglu": False,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.plugins.transformers import byte_tokenizer
-from shardwright.trainers.train_causal_lm import main, pack, parse_flags, read_settings
+from shardwright.trainers.train_causal_lm import check_seq_len, main, pack, parse_flags, read_settings
 
 REQUIRED = ["--model", "model", "--output-dir", "out"]
 
@@ -64,11 +64,17 @@ def test_an_unknown_training_argument_names_the_nearest(
     assert "need use_cpu = True" in printed
 
 
-def test_a_sequence_longer_than_the_model_knows_is_refused(
-    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotary_ones_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--model", str(tiny_llama), "--output-dir", str(tmp_path), "--seq-len", "129"]) == 2
-    assert "max_position_embeddings is 128" in capsys.readouterr().err
+    from transformers import GPT2Config, LlamaConfig
+
+    learned = tmp_path / "learned"
+    GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=128, vocab_size=512).save_pretrained(learned)
+    assert main(["--model", str(learned), "--output-dir", str(tmp_path / "out"), "--seq-len", "129"]) == 2
+    assert "the model has 128 learned positions" in capsys.readouterr().err
+    check_seq_len(129, LlamaConfig(max_position_embeddings=128))
+    assert "beyond the 128 positions that the model was trained for" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_safetensors_are_refused(
