@@ -235,3 +235,36 @@ def test_smaller_optimizer_states_never_need_more(optimizer):
     job = TrainingJob(optimizer=optimizer)
     largest = state_bytes(strategy_of("zero2", 8), TrainingJob(optimizer="adamw_torch"))["step"]
     assert state_bytes(strategy_of("zero2", 8), job)["step"] <= largest
+
+
+def test_eight_bit_optimizers_keep_embeddings_in_32_bit_on_whole_parameters():
+    job = TrainingJob(optimizer="adamw_8bit")
+    model = public_model("meta-llama/Llama-3.1-8B")
+    embedding, blockwise = 128256 * 4096, 2 * (1 + 4 / 256)
+    parameters = rank_parameters(model, job)
+
+    def states(strategy: Strategy) -> int:
+        return model_state_terms(strategy, model, job, parameters)["step"]["optimizer_states"]
+
+    whole = blockwise * (model.parameter_count - embedding) + 8 * embedding
+    assert states(strategy_of("ddp", 8)) == pytest.approx(whole, rel=1e-6)
+    assert states(strategy_of("zero1", 8)) == pytest.approx(blockwise * model.parameter_count / 8, rel=1e-6)
+
+
+def test_adafactor_factors_matrices_but_not_flat_partitions():
+    job = TrainingJob(optimizer="adafactor")
+    parameters = rank_parameters(MODEL, job)
+
+    def states(strategy: Strategy) -> int:
+        return model_state_terms(strategy, MODEL, job, parameters)["step"]["optimizer_states"]
+
+    assert states(strategy_of("ddp", 4)) < 0.02 * PARAMETERS
+    assert states(strategy_of("zero2", 4)) == pytest.approx(4 * PARAMETERS / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offload_keeps_a_buffer_of_the_largest_tensor(stage):
+    job = TrainingJob()
+    strategy = strategy_of(f"zero{stage}", 4, offload_optimizer="cpu")
+    phases = model_state_terms(strategy, MODEL, job, rank_parameters(MODEL, job))
+    assert all(phases[phase]["offload_staging"] >= 2 * MODEL.largest_parameter for phase in phases)

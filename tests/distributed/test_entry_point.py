@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import run
+from safetensors.torch import load_file
 from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.train_causal_lm import check_seq_len, main, pack, parse_flags, read_settings
 
@@ -117,3 +119,30 @@ def test_byte_ids_are_as_many_as_bytes_and_decode_to_the_text(text: str) -> None
     assert len(ids) == len(text.encode())
     assert all(0 <= index < 256 for index in ids)
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_qlora_trains_adapters_on_4_bit_weights(tiny_llama: Path, tmp_path: Path) -> None:
+    arguments = tmp_path / "arguments.json"
+    arguments.write_text(json.dumps({"bf16": True, "per_device_train_batch_size": 2, "learning_rate": 0.01}))
+    losses = tmp_path / "losses.json"
+    command = ["-m", "shardwright.trainers.train_causal_lm", "--model", str(tiny_llama), "--seq-len", "64"]
+    method = ["--method", "qlora", "--lora-rank", "4", "--max-steps", "4", "--text", json.__file__]
+    files = [
+        "--training-arguments",
+        str(arguments),
+        "--losses-json",
+        str(losses),
+        "--output-dir",
+        str(tmp_path / "out"),
+    ]
+    run([*command, *method, *files], timeout_seconds=120)
+    values = json.loads(losses.read_text())["losses"]
+    assert values[-1] < values[0] - 0.05
+    adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
+
+
+def test_qlora_needs_weights(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(tiny_llama / "config.json"), "--output-dir", str(tmp_path), "--seq-len", "64"]
+    assert main([*flags, "--method", "qlora"]) == 2
+    assert "quantizes loaded weights" in capsys.readouterr().err
