@@ -1,4 +1,4 @@
-"""`shardwright schema`: JSON schemas for editors and agents."""
+"""`shardwright schema`: JSON schemas for editors and other tools."""
 
 from __future__ import annotations
 

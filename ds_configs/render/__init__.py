@@ -53,6 +53,8 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
     ]
     if plan.job.loss == "chunked":
         lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
+    if plan.job.teacher is not None:
+        lines.append(f"Memory holds the teacher {plan.job.teacher.name}; the launch line trains the student alone.")
     if hardware.assumed:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes a common server where you stated nothing: {values}.")
