@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.hardware import HardwareSpec
 from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch
 from ..ds_configs.plan import Plan, PlanDoesNotFitError
-from ..ds_configs.plan_json import plan_to_dict, rejected_dict
+from ..ds_configs.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
 from .settings import PlanSettings, ResolvedSettings, job_from_settings, resolve_settings
 
 
@@ -172,6 +173,9 @@ def _hardware(settings: PlanSettings) -> HardwareSpec:
 def _does_not_fit(error: PlanDoesNotFitError) -> dict[str, object]:
     return {
         "schema_version": 1,
+        "model": model_summary(error.model, error.job),
+        "hardware": asdict(error.hardware),
+        "job": job_dict(error.job),
         "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "faults": []},
         "chosen": None,
         "rejected": [rejected_dict(candidate) for candidate in error.tried],

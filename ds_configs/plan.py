@@ -66,9 +66,20 @@ class Plan(PlanData):
 
 
 class PlanDoesNotFitError(DoesNotFitError):
-    """No layout fits; carries what was tried and the cheapest changes that would."""
+    """No layout fits; carries what was asked, what was tried, and the cheapest changes that would fit."""
 
-    def __init__(self, tried: tuple[Evaluated, ...], suggestions: tuple[Suggestion, ...]) -> None:
+    def __init__(
+        self,
+        tried: tuple[Evaluated, ...],
+        suggestions: tuple[Suggestion, ...],
+        *,
+        model: ModelSpec,
+        hardware: HardwareSpec,
+        job: TrainingJob,
+    ) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.job = job
         self.tried = tried
         self.suggestions = suggestions
         closest = min(tried, key=lambda candidate: candidate.memory.gpu.high_bytes)
@@ -96,7 +107,7 @@ def make_plan(
     outcome = search(model, hardware, job, activations=activations)
     if outcome.chosen is None:
         changes = cheapest_changes(model, hardware, job, activations=activations)
-        raise PlanDoesNotFitError(outcome.rejected, changes)
+        raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
     return Plan(
         model=model,
         hardware=hardware,

@@ -26,7 +26,7 @@ def plan_to_dict(plan: PlanData) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "model": model_summary(plan.model, plan.job),
         "hardware": asdict(plan.hardware),
-        "job": _job_dict(plan.job),
+        "job": job_dict(plan.job),
         "chosen": {
             "strategy": strategy_dict(strategy),
             "gpu_memory": asdict(plan.chosen.memory.gpu),
@@ -56,7 +56,8 @@ def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:
     }
 
 
-def _job_dict(job: TrainingJob) -> dict[str, Any]:
+def job_dict(job: TrainingJob) -> dict[str, Any]:
+    """Return a job as JSON values, with the names of the command line."""
     values = asdict(job)
     return {"seq_len": values.pop("seq_len_tokens"), **values}
 
