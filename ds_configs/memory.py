@@ -202,7 +202,7 @@ def tensor_terms(
     for phase in states:
         parts = states[phase] | buffers[phase] | activations[phase] | constant
         combined[phase] = {name: count for name, count in parts.items() if count}
-    _shrink_backward(combined, strategy, model, parameters, activations)
+    _keep_fuller_backward_end(combined, strategy, model, parameters, activations)
     return combined
 
 
@@ -256,7 +256,7 @@ def _tied_head(model: ModelSpec) -> int:
     return model.dimensions.vocab_size * model.dimensions.hidden_size if model.tied_embeddings else 0
 
 
-def _shrink_backward(
+def _keep_fuller_backward_end(
     phases: dict[Phase, Terms],
     strategy: Strategy,
     model: ModelSpec,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..plan_data import PlanData
-from ..strategy import Strategy, ZeroOptions
+from ..strategy import OffloadDevice, Strategy, ZeroOptions
 
 
 def deepspeed_config(plan: PlanData) -> dict[str, Any]:
@@ -51,9 +51,16 @@ def _zero_section(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
     if strategy.zero_stage == 3:
         section |= _stage3_keys(zero)
     if strategy.offload_optimizer != "none":
-        section["offload_optimizer"] = _offload_optimizer(strategy, plan)
+        section["offload_optimizer"] = _offload_section(
+            strategy.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
+        )
     if strategy.offload_param != "none":
-        section["offload_param"] = _offload_param(strategy, plan)
+        section["offload_param"] = _offload_section(
+            strategy.offload_param,
+            plan,
+            buffer_count=zero.parameter_buffer_count,
+            buffer_size=zero.parameter_buffer_elements,
+        )
     return section
 
 
@@ -75,18 +82,8 @@ def _stage3_keys(zero: ZeroOptions) -> dict[str, Any]:
     return keys
 
 
-def _offload_optimizer(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
-    section: dict[str, Any] = {"device": strategy.offload_optimizer, "pin_memory": True}
-    if strategy.offload_optimizer == "nvme":
-        section["nvme_path"] = plan.hardware.nvme_path
-        section["buffer_count"] = strategy.zero.optimizer_buffer_count
-    return section
-
-
-def _offload_param(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
-    section: dict[str, Any] = {"device": strategy.offload_param, "pin_memory": True}
-    if strategy.offload_param == "nvme":
-        section["nvme_path"] = plan.hardware.nvme_path
-        section["buffer_count"] = strategy.zero.parameter_buffer_count
-        section["buffer_size"] = strategy.zero.parameter_buffer_elements
+def _offload_section(device: OffloadDevice, plan: PlanData, **nvme_buffers: int) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": True}
+    if device == "nvme":
+        section |= {"nvme_path": plan.hardware.nvme_path, **nvme_buffers}
     return section
