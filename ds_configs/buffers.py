@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .job import TrainingJob
 from .model import ModelSpec
-from .model_states import Phase, RankParameters, Terms
+from .model_states import Phase, RankParameters, Terms, rank_parameters
 from .strategy import Strategy, ZeroOptions
 
 
@@ -33,7 +33,7 @@ def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean
     persistence 10·h (transformers/integrations/deepspeed.py:229). A bucket never exceeds what there is to reduce.
     Two layers of live parameters overlap gathers with computation; DeepSpeed's default of 10⁹ would fill 2 GB.
     """
-    trainable = max(1000, sum(p.total for p in model.parameters))
+    trainable = max(1000, rank_parameters(model, job).trainable)
     hidden = model.dimensions.hidden_size
     if stage < 3:
         bucket = min(20_000_000 if lean else 100_000_000, trainable)
@@ -42,7 +42,7 @@ def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean
     live = max(50_000_000, min(2 * model.layer_parameter_count, 1_000_000_000))
     return ZeroOptions(
         reduce_bucket_size=min(square, trainable),
-        stage3_prefetch_bucket_size=min(int(0.9 * square) // (10 if lean else 1), trainable),
+        stage3_prefetch_bucket_size=min(int(0.9 * square) // (10 if lean else 1), model.parameter_count),
         stage3_param_persistence_threshold=10 * hidden,
         stage3_max_live_parameters=50_000_000 if lean else live,
         stage3_max_reuse_distance=0 if lean else live,

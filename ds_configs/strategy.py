@@ -115,11 +115,6 @@ class Strategy:
         return name
 
     @property
-    def shards_gradients(self) -> bool:
-        """Whether full gradients never live on one rank after reduction."""
-        return self.engine == "fsdp2" or (self.zero_stage or 0) >= 2
-
-    @property
     def shards_parameters(self) -> bool:
         """Whether parameters are gathered for use."""
         return self.engine == "fsdp2" or self.zero_stage == 3

@@ -268,3 +268,10 @@ def test_offload_keeps_a_buffer_of_the_largest_tensor(stage):
     strategy = strategy_of(f"zero{stage}", 4, offload_optimizer="cpu")
     phases = model_state_terms(strategy, MODEL, job, rank_parameters(MODEL, job))
     assert all(phases[phase]["offload_staging"] >= 2 * MODEL.largest_parameter for phase in phases)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buckets_never_exceed_what_there_is_to_reduce(stage):
+    job = TrainingJob(method="lora", lora_rank=8)
+    trainable = rank_parameters(MODEL, job).trainable
+    assert default_zero_options(MODEL, job, stage=stage).reduce_bucket_size <= trainable + 1
