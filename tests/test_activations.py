@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_tensors import saved_storages
 from shardwright.ds_configs.activations import (
     ActivationEstimate,
     Adapter,
@@ -24,7 +25,6 @@ from shardwright.ds_configs.activations import (
 from shardwright.ds_configs.dimensions import Dimensions
 from shardwright.plugins import activation_request
 from shardwright.plugins.activation_families import FAMILIES, Shape, build_inputs, build_subject, sample_shapes
-from shardwright.plugins.activation_meter import saved_storages
 from shardwright.plugins.activation_request import ActivationTraceError, trace_model
 from shardwright.plugins.activation_run import run_training_step
 
