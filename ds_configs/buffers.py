@@ -8,22 +8,27 @@ FSDP2: `accelerate/utils/fsdp_utils.py:857` (units) and `torch/distributed/fsdp/
 from __future__ import annotations
 
 from .job import TrainingJob
-from .model import ModelSpec
-from .model_states import Phase, RankParameters, Terms, rank_parameters
+from .model import ModelSpec, adapter_sizes
+from .model_states import RankParameters, rank_parameters
+from .moments import Moment, Terms, at_moments
 from .strategy import Strategy, ZeroOptions
+from .zero3_gathers import gathered_elements
+
+REDUCTIONS: tuple[Moment, ...] = ("head_backward", "after_last_layer", "after_first_layer", "embedding_backward")
+"""The moments at which a bucket is reduced."""
 
 
 def buffer_terms(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Phase, Terms]:
-    """Return the named bytes of buffers and gathered parameters in each phase."""
+) -> dict[Moment, Terms]:
+    """Return the named bytes of buffers and gathered parameters at each moment."""
     if strategy.engine == "fsdp2":
         return _fsdp2_units(strategy, model, job, parameters)
     if strategy.zero_stage == 3:
         return _stage3_gathers(strategy, model, job, parameters)
     if strategy.zero_stage in (1, 2):
-        return {"init": {}, "loss": {}, "backward": _stage1_and_2_buckets(strategy, job), "step": {}}
-    return {"init": {}, "loss": {}, "backward": {}, "step": {}}
+        return _stage1_and_2_buckets(strategy, model, job, parameters)
+    return at_moments({})
 
 
 def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False) -> ZeroOptions:
@@ -50,58 +55,117 @@ def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean
     )
 
 
-def _stage1_and_2_buckets(strategy: Strategy, job: TrainingJob) -> Terms:
+def _stage1_and_2_buckets(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+) -> dict[Moment, Terms]:
+    """Buckets are allocated when the first gradient arrives and released by the reduction.
+
+    Stage 1 reduces only at the end of accumulation, so that its buckets live through the forward passes before. A
+    reduction copies its bucket. A gradient that exceeds the bucket waits beside it for the next one; offload clones
+    such a gradient and takes the norm of each in fp64 (stage_1_and_2.py:1439, 1905).
+    """
     width = job.compute_bytes
     if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
         width = 4
-    bucket = strategy.zero.reduce_bucket_size * width
-    copies = 2 if strategy.zero.overlap_comm else 1
-    return {"reduce_buckets": copies * bucket, "reduce_copy": bucket}
+    size, offload = strategy.zero.reduce_bucket_size, strategy.offload_optimizer != "none"
+    shard = -(-parameters.trainable // strategy.shard_size)
+    buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
+    kept = buckets if strategy.zero_stage == 1 and strategy.gradient_accumulation_steps > 1 else {}
+    head, layer, embedding = _reduced_units(model, parameters)
+
+    def reduction(unit: int, waiting: int) -> Terms:
+        oversized = unit > size
+        copied = width * unit if oversized and offload else 0 if oversized else width * size
+        if offload:
+            copied = max(copied, 8 * min(unit, shard))
+        # Stage 1 counts whole gradients anyway.
+        unreduced = unit + (waiting if waiting > size else 0) if strategy.zero_stage == 2 else 0
+        return buckets | {"reduce_copy": copied, "module_gradients": width * unreduced}
+
+    return at_moments(
+        {},
+        loss=kept,
+        head_backward={"module_gradients": width * head if strategy.zero_stage == 2 else 0},
+        last_layer_backward=buckets,
+        after_last_layer=reduction(layer, max(head, layer)),
+        first_layer_backward=buckets,
+        after_first_layer=reduction(layer, layer),
+        embedding_backward=reduction(embedding, layer),
+    )
+
+
+def _reduced_units(model: ModelSpec, parameters: RankParameters) -> tuple[int, int, int]:
+    """Elements of the largest gradient of head, layers and embedding; a tied head's waits for the embedding's."""
+    head = 0 if model.tied_embeddings else parameters.trainable_tail
+    units = (head, model.largest_layer_parameter, model.embedding_parameters)
+    most = parameters.largest_trainable
+    return min(units[0], most), min(units[1], most), min(units[2], most)
 
 
 def _stage3_gathers(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Phase, Terms]:
-    """Gathered parameters: the current module, all that prefetch has run ahead to, and persistent ones.
+) -> dict[Moment, Terms]:
+    """Gathered parameters (`zero3_gathers.py`), persistent ones, the gradient bucket and what a reduction copies.
 
-    Every module's turn prefetches at least one more tensor, modules without parameters included, so prefetch runs
-    ahead until `stage3_max_live_parameters` are gathered, and oversteps by one tensor. What is reached again within
-    `stage3_max_reuse_distance` stays too: twice its distance from the end of the forward pass.
+    A gradient that exceeds the bucket is reduced from where it is; the bucket itself is flattened into a copy.
+    Frozen 4-bit weights are gathered packed; counting them in compute precision covers the dequantized copy.
     """
     zero, width = strategy.zero, job.compute_bytes
-    total = model.parameter_count
-    persistent = min(total, model.persistent_parameters(zero.stage3_param_persistence_threshold))
-    gatherable = total - persistent
-    current = min(model.largest_gather_unit(), gatherable)
-    live = zero.stage3_max_live_parameters + model.largest_parameter if zero.stage3_prefetch_bucket_size else 0
-    gathered = min(gatherable, max(current, live, zero.stage3_max_reuse_distance // 2 + current))
-    coalesced = min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, gatherable)
-    # Frozen 4-bit weights are gathered packed; counting them in compute precision covers the dequantized copy.
-    held = {"gathered_parameters": width * gathered, "prefetch_copies": width * coalesced}
+    threshold = zero.stage3_param_persistence_threshold
+    persistent = model.persistent_parameters(threshold)
+    if job.method != "full":
+        adapters = adapter_sizes(model, rank=job.lora_rank, targets=job.lora_targets)
+        persistent += sum(numel * count for numel, count in adapters if numel <= threshold)
     always = {"persistent_parameters": width * persistent, "reduce_bucket": width * zero.reduce_bucket_size}
-    unit_gradient = width * (current if job.method == "full" else parameters.largest_trainable)
-    backward = always | held | {"reduce_copy": width * zero.reduce_bucket_size, "module_gradients": unit_gradient}
-    return {"init": {}, "loss": always | held, "backward": backward, "step": always}
+    held = gathered_elements(model, zero, checkpointing=strategy.gradient_checkpointing)
+    more = {moment: {"gathered_parameters": width * count} for moment, count in held.items()}
+    units: dict[Moment, int] = {
+        "head_backward": parameters.trainable_tail,
+        "last_layer_backward": model.largest_layer_unit,
+        "after_last_layer": model.largest_layer_unit,
+        "first_layer_backward": model.largest_layer_unit,
+        "after_first_layer": model.largest_layer_unit,
+        "embedding_backward": model.embedding_parameters,
+    }
+    for moment, unit in units.items():
+        more[moment]["module_gradients"] = width * min(unit, parameters.largest_trainable)
+        if moment in REDUCTIONS:
+            more[moment]["reduce_copy"] = width * min(zero.reduce_bucket_size, parameters.trainable)
+    return at_moments(always, **more)
 
 
 def _fsdp2_units(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Phase, Terms]:
-    """Unsharded units in compute precision.
+) -> dict[Moment, Terms]:
+    """Unsharded units in compute precision, as `_fsdp_param_group.py` of torch 2.13 orders them.
 
-    The tail unit (final norm and head; with tied embeddings also the embedding) stays gathered from forward to
-    backward. A layer in use holds its parameters, the prefetched next layer and that one's all-gather buffer;
-    its backward adds its gradients and their reduce-scatter input.
+    The tail unit (final norm and head, with the embedding when tied) stays gathered from the forward pass on, where the
+    latest all-gather's buffer lives until the next. A layer's backward holds the layer, the all-gather of the unit that
+    comes next, its gradients, and the reduce-scatter input of the unit before.
     """
-    width = job.compute_bytes
-    layer = width * model.layer_parameter_count
-    outside = [p for p in model.parameters if not p.in_layer]
-    tail = width * sum(p.total for p in outside if p.group != "embedding" or model.tied_embeddings)
-    layer_gradients = 2 * layer if job.method == "full" else 0
-    tail_gradients = 2 * tail if job.method == "full" else 0
-    if job.method != "full":
-        layer_gradients = 2 * width * parameters.trainable // max(1, model.dimensions.num_layers)
-    forward = {"gathered_parameters": tail + 3 * layer}
-    backward = dict(forward)
-    backward["unit_gradients"] = max(tail_gradients - layer, layer_gradients)
-    return {"init": {}, "loss": forward, "backward": backward, "step": {}}
+    width, full = job.compute_bytes, job.method == "full"
+    layer, tail = width * model.layer_parameter_count, width * model.tail_parameters
+    embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
+    layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding
+    if not full:
+        layer_gradient = width * parameters.trainable // parameters.layers
+        tail_gradient = embedding_gradient = 0
+    kept = tail if model.tied_embeddings else 0
+    kept_gradient = tail_gradient if model.tied_embeddings else 0
+    latest = layer if model.tied_embeddings else tail
+
+    def held(gathered: int, gradients: int) -> Terms:
+        return {"gathered_parameters": gathered, "unit_gradients": gradients}
+
+    before = layer_gradient if model.tied_embeddings else tail_gradient
+    return at_moments(
+        {},
+        forward_end=held(tail + latest, 0),
+        loss_backward=held(tail, 0),
+        head_backward=held(tail + layer, tail_gradient),
+        last_layer_backward=held(kept + 2 * layer, kept_gradient + before),
+        after_last_layer=held(kept + layer, kept_gradient + 2 * layer_gradient),
+        first_layer_backward=held(kept + layer + embedding, kept_gradient + layer_gradient),
+        after_first_layer=held(kept + embedding, kept_gradient + 2 * layer_gradient),
+        embedding_backward=held(kept + embedding, kept_gradient + embedding_gradient + layer_gradient),
+    )

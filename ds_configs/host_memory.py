@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from .hardware import HardwareSpec
 from .job import TrainingJob
 from .model import ModelSpec
-from .model_states import RankParameters, Terms, optimizer_state_bytes
+from .model_states import RankParameters, optimizer_state_bytes
+from .moments import Terms
 from .strategy import Strategy
 
 PROCESS_BYTES = 3 * 10**9
@@ -36,7 +37,7 @@ def estimate_host_memory(
     processes: Terms = {"processes": ranks * PROCESS_BYTES}
     loading = processes | {"checkpoint_loading": _loading_bytes(strategy, model, job, parameters, ranks)}
     training = processes | {
-        name: ranks * count for name, count in _offload_terms(strategy, model, job, parameters).items()
+        name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
     }
     terms = max(loading, training, key=lambda candidate: sum(candidate.values()))
     return HostMemory(
@@ -74,7 +75,7 @@ def _loading_bytes(
     return ranks * width * model.parameter_count
 
 
-def _offload_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:
+def offload_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:
     """Host bytes of one rank under offload (DeepSpeed: measured 18/N to 22/N bytes of trainable elements)."""
     if strategy.offload_optimizer == "none":
         return {}
@@ -91,7 +92,7 @@ def _offload_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob, param
     if strategy.zero_stage == 3:
         return _stage3_offload_terms(strategy, job, shard, states, frozen)
     pinned = [4 * shard, 4 * shard, width * shard]
-    if strategy.gradient_accumulation_steps > 1:
+    if strategy.gradient_accumulation_steps > 1 and strategy.zero_stage == 2:
         pinned.append(width * shard)
     return {
         "offloaded_master_weights": 4 * shard,

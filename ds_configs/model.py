@@ -115,6 +115,18 @@ class ModelSpec:
         return sum(parameter.total for parameter in self.parameters if not parameter.in_layer)
 
     @property
+    def tail_parameters(self) -> int:
+        """Final norm and head, whose gradients come first; a tied head is the token embedding."""
+        outside = [parameter for parameter in self.parameters if not parameter.in_layer]
+        tied = self.embedding_parameters if self.tied_embeddings else 0
+        return tied + sum(parameter.total for parameter in outside if parameter.group != "embedding")
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the token embedding."""
+        return self.dimensions.vocab_size * self.dimensions.hidden_size
+
+    @property
     def largest_parameter(self) -> int:
         """Elements of the largest single tensor."""
         return max(parameter.numel for parameter in self.parameters)
@@ -128,10 +140,25 @@ class ModelSpec:
         """
         units: dict[str, int] = defaultdict(int)
         for parameter in self.parameters:
-            units[self._gather_module(parameter)] += parameter.numel
+            units[self.gather_module(parameter)] += parameter.numel
         return max(units.values())
 
-    def _gather_module(self, parameter: ParameterShape) -> str:
+    @property
+    def largest_layer_parameter(self) -> int:
+        """Elements of the largest single tensor in a layer."""
+        return max((parameter.numel for parameter in self.parameters if parameter.in_layer), default=0)
+
+    @property
+    def largest_layer_unit(self) -> int:
+        """Elements of the largest module in a layer, gathered or reduced at once."""
+        units: dict[str, int] = defaultdict(int)
+        for parameter in self.parameters:
+            if parameter.in_layer:
+                units[self.gather_module(parameter)] += parameter.numel
+        return max(units.values(), default=0)
+
+    def gather_module(self, parameter: ParameterShape) -> str:
+        """Name pattern of the module whose turn gathers a parameter."""
         if self.model_type in LEAF_MOE_BLOCKS and ".mlp." in parameter.name:
             return parameter.name.split(".mlp.")[0] + ".mlp"
         return parameter.module
@@ -157,13 +184,20 @@ def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str])
     0.21 also adapts the router and every expert; the fused gate and up projections get twice the rank, one for each
     half. Returns 0 when nothing matches.
     """
+    return sum(numel * count for numel, count in adapter_sizes(model, rank=rank, targets=targets))
+
+
+def adapter_sizes(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> list[tuple[int, int]]:
+    """Elements of each LoRA matrix and how often it occurs; two for each adapted matrix."""
     wanted = tuple(targets)
-    count = sum(rank * sum(parameter.shape) * parameter.count for parameter in targeted_linears(model, wanted))
+    sizes = []
+    for parameter in targeted_linears(model, wanted):
+        sizes += [(rank * size, parameter.count) for size in parameter.shape]
     for parameter in adapted_experts(model, wanted):
         experts = parameter.shape[0] if parameter.kind == "experts" else 1
         halves = 2 if parameter.name.endswith("gate_up_proj") else 1
-        count += experts * halves * rank * sum(parameter.shape[-2:]) * parameter.count
-    return count
+        sizes += [(experts * halves * rank * size, parameter.count) for size in parameter.shape[-2:]]
+    return sizes
 
 
 def adapted_experts(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:

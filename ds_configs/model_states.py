@@ -11,23 +11,20 @@ With T trainable elements, N sharding ranks and 8-byte Adam states they read, in
 | stage 1, 16 bit | 2 + 12/N | 4 + 12/N | 2 + 20/N |
 | stage 2, 16 bit | 2 + 12/N | 2 + 14/N | 2 + 20/N |
 | stage 3, 16 bit | 16/N | 16/N | 22/N |
-| stages 1 and 2, fp32 | 4 + 12/N | 8 + 12/N and 4 + 16/N | 4 + 16/N |
+| stages 1 and 2, fp32 | 4 + 12/N | 8 + 12/N and 4 + 16/N | 4 + 20/N |
 | stage 3, fp32 | 20/N | 20/N | 24/N |
 | FSDP2 | 12/N | 16/N | 16/N |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from .job import OPTIMIZERS, TrainingJob
 from .model import ModelSpec, lora_parameter_count
+from .moments import PHASES, Moment, Terms, at_moments
+from .partitions import whole_tensors_of_a_partition
 from .strategy import Strategy
-
-Phase = Literal["init", "loss", "backward", "step"]
-Terms = dict[str, int]
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit weight: half a byte, one byte of scale for each 64, one fp32 for each 256 scales
@@ -46,20 +43,38 @@ class RankParameters:
     """Bytes of the frozen elements as stored."""
     largest_trainable: int
     """Elements of the largest single trainable tensor."""
+    trainable_tail: int
+    """Trainable elements of final norm and head, whose gradients come first."""
     trainable_outside_layers: int
-    """Trainable elements of embeddings, final norm and head, whose gradients come first and last."""
+    """Trainable elements of the tail and the embeddings, whose gradients come last unless tied to the head."""
+    layers: int
+    """Layers that share the other trainable elements."""
+
+    def gradients_so_far(self, moment: Moment) -> int:
+        """Elements whose gradients exist at a moment of the backward pass, of those that are trained."""
+        in_layers = self.trainable - self.trainable_outside_layers
+        done = {
+            "head_backward": self.trainable_tail,
+            "last_layer_backward": self.trainable_tail,
+            "after_last_layer": self.trainable_tail + in_layers // self.layers,
+            "first_layer_backward": self.trainable_tail + in_layers - in_layers // self.layers,
+            "after_first_layer": self.trainable_tail + in_layers,
+        }
+        return done.get(moment, self.trainable)
 
 
 def rank_parameters(model: ModelSpec, job: TrainingJob) -> RankParameters:
     """Return what a rank trains and what it keeps frozen under the job's method."""
-    total = model.parameter_count
+    total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
     if job.method == "full":
         return RankParameters(
             trainable=total,
             frozen=0,
             frozen_bytes=0,
             largest_trainable=model.largest_parameter,
+            trainable_tail=model.tail_parameters,
             trainable_outside_layers=model.parameters_outside_layers,
+            layers=layers,
         )
     adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
     frozen_bytes = total * job.compute_bytes
@@ -72,7 +87,9 @@ def rank_parameters(model: ModelSpec, job: TrainingJob) -> RankParameters:
         frozen=total,
         frozen_bytes=frozen_bytes,
         largest_trainable=job.lora_rank * widest,
+        trainable_tail=0,
         trainable_outside_layers=0,
+        layers=layers,
     )
 
 
@@ -104,8 +121,8 @@ def _factored_bytes(model: ModelSpec) -> int:
 
 def model_state_terms(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Phase, Terms]:
-    """Return the named bytes of model states on one accelerator in each phase."""
+) -> dict[Moment, Terms]:
+    """Return the named bytes of model states on one accelerator at each moment."""
     states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
     if strategy.engine in ("single", "ddp"):
         return _replicated(strategy, job, parameters, states)
@@ -115,36 +132,41 @@ def model_state_terms(
         return _stage0(job, parameters, states)
     if strategy.zero_stage == 3:
         return _stage3(strategy, job, parameters, states)
-    return _stage1_and_2(strategy, job, parameters, states)
+    whole = -(-parameters.trainable // strategy.shard_size)
+    if job.method == "full":
+        whole = max(whole, whole_tensors_of_a_partition(model, strategy.shard_size))
+    return _stage1_and_2(strategy, job, parameters, states, whole)
 
 
-def _phases(rest: Mapping[str, int], **extra: Mapping[str, int]) -> dict[Phase, Terms]:
-    """Add the terms of each phase to those that always live; `loss` takes what accumulation keeps."""
-    phases: dict[Phase, Terms] = {}
-    names: tuple[Phase, ...] = ("init", "loss", "backward", "step")
-    for phase in names:
-        terms = dict(rest)
-        for name, count in extra.get(phase, {}).items():
-            terms[name] = terms.get(name, 0) + count
-        phases[phase] = terms
-    return phases
+def growing_gradients(strategy: Strategy, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
+    """Return the gradient bytes of the moments at which they grow to `whole_bytes`.
+
+    With accumulation they are whole from the second micro-batch on, in its forward pass too.
+    """
+    if strategy.gradient_accumulation_steps > 1:
+        return {"loss": {"gradients": whole_bytes}, "backward": {"gradients": whole_bytes}}
+    trainable = max(1, parameters.trainable)
+    return {
+        moment: {"gradients": whole_bytes * parameters.gradients_so_far(moment) // trainable}
+        for moment, phase in PHASES.items()
+        if phase == "backward"
+    }
 
 
-def _replicated(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+def _replicated(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
     """fp32 weights under autocast; DDP keeps gradients and, apart from them, its reduction buckets.
 
     `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py), so both exist.
     """
     trainable = parameters.trainable
-    gradients = {"gradients": 4 * trainable}
     rest = {"weights": 4 * trainable + parameters.frozen_bytes, "optimizer_states": states}
     if strategy.engine == "ddp":
         rest["gradient_buckets"] = 4 * trainable
-    step = gradients | {"optimizer_transient": _foreach_transient(job, trainable)}
-    return _phases(rest, loss=_if_accumulating(strategy, gradients), backward=gradients, step=step)
+    step = {"gradients": 4 * trainable, "optimizer_transient": _foreach_transient(job, trainable)}
+    return at_moments(rest, **growing_gradients(strategy, parameters, 4 * trainable), step=step)
 
 
-def _stage0(job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+def _stage0(job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
     trainable, width = parameters.trainable, job.compute_bytes
     rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
     gradients = {"gradients": width * trainable}
@@ -152,39 +174,62 @@ def _stage0(job: TrainingJob, parameters: RankParameters, states: int) -> dict[P
     if width == 2:
         rest["master_weights"] = 4 * trainable
         step["fp32_gradients"] = 4 * trainable
-    return _phases(rest, loss=gradients, backward=gradients, step=step)
+    return at_moments(rest, loss=gradients, backward=gradients, step=step)
 
 
-def _stage1_and_2(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+def _stage1_and_2(
+    strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int, whole: int
+) -> dict[Moment, Terms]:
+    """`whole` counts the tensors that lie in a rank's partition, in part or entirely.
+
+    Stage 2 allocates their gradients at once when the first arrives (stage_1_and_2.py:2192). The step first takes the
+    norm of each in fp64 (stage_1_and_2.py:2684), then flattens them; the flat copy becomes the fp32 one or still lives
+    while that is made.
+    """
     trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
     shard = -(-trainable // ranks)
     fp32_accumulation = strategy.zero.gradient_accumulation_fp32 and width == 2
     rest = {"weights": width * trainable + parameters.frozen_bytes}
-    full = {"gradients": width * trainable}
+    full = width * trainable
     if strategy.offload_optimizer != "none":
         # One buffer of the largest tensor lives from initialisation on (stage_1_and_2.py:659).
-        staging = {"offload_staging": width * parameters.largest_trainable}
-        rest |= staging
-        backward = full if strategy.zero_stage == 1 else staging
+        rest["offload_staging"] = width * parameters.largest_trainable
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
-        loss = full if strategy.zero_stage == 1 else {}
-        return _phases(rest, loss=_if_accumulating(strategy, loss), backward=backward, step=backward)
+        if strategy.zero_stage == 1:
+            # They have left for the host when the step begins.
+            return at_moments(rest, **growing_gradients(strategy, parameters, full))
+        return at_moments(rest)
     rest |= {"master_weights": 4 * shard, "optimizer_states": -(-states // ranks)}
-    transient = _foreach_transient(job, shard)
+    foreach = {"optimizer_transient": _foreach_transient(job, shard)}
     if fp32_accumulation and strategy.zero_stage == 1:
         rest["gradients"] = 4 * trainable
-        return _phases(rest, backward=full, step={"optimizer_transient": transient})
-    partition = {"gradients": (4 if fp32_accumulation else width) * shard}
-    backward = full if strategy.zero_stage == 1 else partition
-    step = {"gradients": 4 * shard, "optimizer_transient": transient}
-    if width == 2 and not fp32_accumulation:
-        # The averaged 16-bit gradients and their flat copy still live while the fp32 copy is made.
-        step["optimizer_transient"] = max(transient, 4 * shard)
-    return _phases(rest, loss=_if_accumulating(strategy, backward), backward=backward, step=step)
+        return at_moments(rest, backward={"gradients": full}, step=foreach)
+    if fp32_accumulation:
+        # The partition's buffer is flat already.
+        gradients = {"gradients": 4 * shard}
+        return _partition_gradients(strategy, rest, gradients, gradients | foreach)
+    flattening = {"fp32_gradients": 4 * shard, "gradients": width * whole}
+    if width == 2:
+        flattening["flat_gradients"] = 2 * shard
+    norm = {"gradients": width * whole, "norm_copy": 8 * min(parameters.largest_trainable, shard)}
+    update = {"fp32_gradients": 4 * shard} | foreach
+    step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
+    if strategy.zero_stage == 1:
+        return at_moments(rest, **growing_gradients(strategy, parameters, full), step=step)
+    return _partition_gradients(strategy, rest, {"gradients": width * whole}, step)
 
 
-def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+def _partition_gradients(strategy: Strategy, rest: Terms, gradients: Terms, step: Terms) -> dict[Moment, Terms]:
+    """The gradients of a stage-2 partition live from the first reduction on, which follows the head's backward."""
+    if strategy.gradient_accumulation_steps > 1:
+        return at_moments(rest, loss=gradients, backward=gradients, step=step)
+    reduced = {moment: gradients for moment, phase in PHASES.items() if phase == "backward"}
+    del reduced["head_backward"]
+    return at_moments(rest, **reduced, step=step)
+
+
+def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
     trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
     shard = -(-trainable // ranks)
     weights = width * shard + -(-parameters.frozen_bytes // ranks)
@@ -194,7 +239,7 @@ def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, st
         rest["secondary_weights"] = secondary
     init = {"weights": parameters.frozen_bytes} if job.method == "qlora" else {}
     if strategy.offload_optimizer != "none":
-        return _phases(rest, init=init)
+        return at_moments(rest, init=init)
     sub_group = min(shard, strategy.zero.sub_group_size)
     accumulation = 4 if strategy.zero.gradient_accumulation_fp32 else width
     rest |= {
@@ -207,28 +252,22 @@ def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, st
         # The flattened 16-bit gradients of a sub-group still live while their fp32 copy is made.
         transient = max(transient, width * sub_group)
     step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}
-    return _phases(rest, init=init, step=step)
+    return at_moments(rest, init=init, step=step)
 
 
-def _fsdp2(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Phase, Terms]:
+def _fsdp2(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
     """fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813)."""
     ranks = strategy.shard_size
     shard = -(-parameters.trainable // ranks)
     init = {"weights": parameters.frozen_bytes} if job.method == "qlora" else {}
     if strategy.offload_param != "none":
-        return _phases({}, init=init)
+        return at_moments({}, init=init)
     rest = {
         "weights": 4 * shard + -(-parameters.frozen_bytes // ranks),
         "optimizer_states": -(-states // ranks),
     }
-    gradients = {"gradients": 4 * shard}
-    step = gradients | {"optimizer_transient": _foreach_transient(job, shard)}
-    return _phases(rest, init=init, loss=_if_accumulating(strategy, gradients), backward=gradients, step=step)
-
-
-def _if_accumulating(strategy: Strategy, gradients: Mapping[str, int]) -> Mapping[str, int]:
-    """Gradients live through the next forward pass only when more than one micro-batch accumulates."""
-    return gradients if strategy.gradient_accumulation_steps > 1 else {}
+    step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
+    return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
 
 
 def _foreach_transient(job: TrainingJob, elements: int) -> int:

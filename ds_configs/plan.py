@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .calibration import Calibration
 from .errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from .hardware import HardwareSpec
 from .job import TrainingJob
-from .memory import ActivationSource
 from .model import ModelSpec
 from .plan_data import PlanData
 from .plan_json import plan_from_dict, plan_to_dict
@@ -18,6 +18,7 @@ from .render import render_files
 from .render.write import write_files
 from .search import Evaluated, search
 from .suggestions import Suggestion, cheapest_changes
+from .tensor_terms import ActivationSource
 
 _LARGEST_PLAN_BYTES = 16 * 2**20
 
@@ -96,17 +97,18 @@ def make_plan(
     job: TrainingJob,
     *,
     activations: ActivationSource | None = None,
+    calibration: Calibration | None = None,
     versions: tuple[tuple[str, str], ...] = (),
 ) -> Plan:
-    """Choose a strategy for the model, hardware and job.
+    """Choose a strategy for the model, hardware and job; `calibration` holds measured runs to learn from.
 
     Raises:
         UsageError: the job is invalid, or the layouts that it allows break rules.
         PlanDoesNotFitError: no layout fits.
     """
-    outcome = search(model, hardware, job, activations=activations)
+    outcome = search(model, hardware, job, activations=activations, calibration=calibration)
     if outcome.chosen is None:
-        changes = cheapest_changes(model, hardware, job, activations=activations)
+        changes = cheapest_changes(model, hardware, job, activations=activations, calibration=calibration)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
     return Plan(
         model=model,

@@ -7,7 +7,8 @@ from .hardware import HardwareSpec
 from .job import TrainingJob
 from .memory import MemoryEstimate
 from .model import ModelSpec
-from .model_states import Terms, rank_parameters
+from .model_states import rank_parameters
+from .moments import Terms
 from .strategy import Strategy
 from .units import gigabytes
 
@@ -56,8 +57,14 @@ def chosen_reason(
         f"{display_name(strategy)} is {asked}: it needs {gigabytes(gpu.peak_bytes)} GB "
         f"({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of {gigabytes(gpu.capacity_bytes)} GB, at most "
         f"in the {gpu.phase} phase: {largest_terms(gpu.terms)}; micro-batch {strategy.micro_batch_size} "
-        f"{checkpointing} gradient checkpointing."
+        f"{checkpointing} gradient checkpointing{_calibrated(gpu.calibrated_runs, hardware)}."
     )
+
+
+def _calibrated(runs: int, hardware: HardwareSpec) -> str:
+    if runs == 0:
+        return ""
+    return f"; interval from {runs} measured run{'s' if runs > 1 else ''} on {hardware.gpu}"
 
 
 def _preference(strategy: Strategy, job: TrainingJob, skipped: int) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from .calibration import Calibration
 from .candidate import Candidate
 from .errors import Fault, UsageError
 from .hardware import HardwareSpec
 from .job import TrainingJob, validate_job
 from .levels import candidate_levels, lean_variant
-from .memory import ActivationSource, MemoryEstimate, estimate_memory
+from .memory import MemoryEstimate, estimate_memory
 from .model import ModelSpec
 from .reasons import chosen_reason, rejected_reason
 from .rules import legality_faults
 from .strategy import Strategy
+from .tensor_terms import ActivationSource
 
 USEFUL_TOKENS = 16_384
 """Tokens of one micro-batch beyond which matrix products gain nothing from more (Megatron-LM, arXiv 2104.04473)."""
@@ -51,6 +53,7 @@ def search(
     job: TrainingJob,
     *,
     activations: ActivationSource | None = None,
+    calibration: Calibration | None = None,
 ) -> Outcome:
     """Return the first layout in the order of preference that fits, and why the others were not taken.
 
@@ -61,7 +64,7 @@ def search(
     best: list[tuple[Strategy, MemoryEstimate]] = []
     faults: list[Fault] = []
     for level in candidate_levels(model, hardware, job):
-        evaluated = list(_evaluate_level(level, model, hardware, job, activations, faults))
+        evaluated = list(_evaluate_level(level, model, hardware, job, activations, calibration, faults))
         if evaluated:
             best.append(_best(evaluated, job))
     if not best:
@@ -84,6 +87,7 @@ def _evaluate_level(
     hardware: HardwareSpec,
     job: TrainingJob,
     activations: ActivationSource | None,
+    calibration: Calibration | None,
     faults: list[Fault],
 ) -> Iterator[tuple[Strategy, MemoryEstimate]]:
     """Yield every legal micro-batch and checkpointing of a layout; collect what makes it illegal."""
@@ -101,7 +105,9 @@ def _evaluate_level(
                 broken = legality_faults(Candidate(strategy=strategy, model=model, hardware=hardware, job=job))
                 faults += broken
                 if not broken:
-                    memory = estimate_memory(strategy, model, hardware, job, activations=activations)
+                    memory = estimate_memory(
+                        strategy, model, hardware, job, activations=activations, calibration=calibration
+                    )
                     yield strategy, memory
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .calibration import Calibration
 from .errors import ShardwrightError
 from .hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
 from .job import TrainingJob
-from .memory import ActivationSource
 from .model import ModelSpec
 from .reasons import display_name
 from .search import search
+from .tensor_terms import ActivationSource
 from .units import gigabytes
 
 _MOST = 3
@@ -44,6 +45,7 @@ def cheapest_changes(
     job: TrainingJob,
     *,
     activations: ActivationSource | None = None,
+    calibration: Calibration | None = None,
 ) -> tuple[Suggestion, ...]:
     """Return up to three changes that would fit: free settings first, then the method, then hardware.
 
@@ -57,7 +59,7 @@ def cheapest_changes(
             if len(found) == wanted:
                 break
             try:
-                outcome = search(model, changed_hardware, changed_job, activations=activations)
+                outcome = search(model, changed_hardware, changed_job, activations=activations, calibration=calibration)
             except ShardwrightError:
                 continue
             if outcome.chosen is not None:

@@ -20,23 +20,21 @@ VERSIONED_PACKAGES = ("torch", "transformers", "peft")
 
 
 def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
-    """Attention paths worth storing: only full float32 training meets the math kernel on a GPU."""
-    if adapter != "none":
-        return ("fused", "masked") if mode == "bf16" else ("fused",)
-    return ("fused", "masked", "math") if mode == "fp32" else ("fused", "masked")
+    """Attention paths worth storing: only float32 training meets the math kernel on a GPU."""
+    if mode == "fp32":
+        return ("fused", "masked", "math")
+    return ("fused",) if mode == "bf16_autocast" and adapter != "none" else ("fused", "masked")
 
 
-def is_stored(family: str, mode: Mode, adapter: Adapter) -> bool:
-    """Whether a table is worth storing or possible: adapters train in half precision.
+def is_stored(family: str, adapter: Adapter) -> bool:
+    """Whether a table is possible.
 
     PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix, so
     bytes then grow with the weights and are not linear in the features.
     """
     from .activation_families import MIXTURES
 
-    if adapter == "lora_all_linear" and family in MIXTURES:
-        return False
-    return adapter == "none" or mode != "fp32"
+    return adapter != "lora_all_linear" or family not in MIXTURES
 
 
 def derive_coefficients(
@@ -62,7 +60,7 @@ def derive_coefficients(
                 for attention in attention_paths(mode, adapter)
             }
             for adapter in adapters
-            if is_stored(family, mode, adapter)
+            if is_stored(family, adapter)
         }
         for mode in modes
     }

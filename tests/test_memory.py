@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,11 +17,15 @@ from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.memory import estimate_memory
 from shardwright.ds_configs.model import lora_parameter_count
 from shardwright.ds_configs.model_states import model_state_terms, rank_parameters
+from shardwright.ds_configs.moments import fullest_by_phase
+from shardwright.ds_configs.partitions import whole_tensors_of_a_partition
 from shardwright.ds_configs.strategy import Strategy, ZeroOptions
 from shardwright.ds_configs.terms import TERM_MEANINGS
 
 MODEL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
 PARAMETERS = MODEL.parameter_count
+STRADDLING = 2 * MODEL.largest_parameter / PARAMETERS
+"""Tensors on both borders of a partition keep whole gradients."""
 
 # Bytes per parameter at rest, during backward and in the step, as a function of the ranks N, for a fused optimizer.
 # Measured with real DeepSpeed engines at N = 2 and 4; the step includes the transient of flattening 16-bit gradients.
@@ -29,8 +34,8 @@ MEASURED = {
     ("zero0", "fp32", 1): (lambda n: 12, lambda n: 16, lambda n: 16),
     ("zero1", "bf16", 1): (lambda n: 2 + 12 / n, lambda n: 4 + 12 / n, lambda n: 2 + 20 / n),
     ("zero2", "bf16", 1): (lambda n: 2 + 12 / n, lambda n: 2 + 14 / n, lambda n: 2 + 20 / n),
-    ("zero2", "fp32", 1): (lambda n: 4 + 12 / n, lambda n: 4 + 16 / n, lambda n: 4 + 16 / n),
-    ("zero1", "fp32", 1): (lambda n: 4 + 12 / n, lambda n: 8 + 12 / n, lambda n: 4 + 16 / n),
+    ("zero2", "fp32", 1): (lambda n: 4 + 12 / n, lambda n: 4 + 16 / n, lambda n: 4 + 20 / n),
+    ("zero1", "fp32", 1): (lambda n: 4 + 12 / n, lambda n: 8 + 12 / n, lambda n: 4 + 20 / n),
     ("zero3", "bf16", 1): (lambda n: 16 / n, lambda n: 16 / n, lambda n: 22 / n),
     ("zero3", "fp32", 1): (lambda n: 20 / n, lambda n: 20 / n, lambda n: 24 / n),
 }
@@ -60,7 +65,7 @@ def strategy_of(name: str, ranks: int, **changes) -> Strategy:
 def state_bytes(strategy: Strategy, job: TrainingJob, model=MODEL) -> dict[str, float]:
     """Bytes per trainable parameter by phase."""
     parameters = rank_parameters(model, job)
-    phases = model_state_terms(strategy, model, job, parameters)
+    phases = fullest_by_phase(model_state_terms(strategy, model, job, parameters))
     return {phase: sum(terms.values()) / parameters.trainable for phase, terms in phases.items()}
 
 
@@ -71,8 +76,28 @@ def test_states_equal_the_measured_table(name, precision, accumulation, ranks):
     found = state_bytes(strategy_of(name, ranks), TrainingJob(precision=precision))
     if name != "zero0":
         assert found["loss"] == pytest.approx(rest(ranks), rel=1e-4)
-    assert found["backward"] == pytest.approx(backward(ranks), rel=1e-4)
-    assert found["step"] == pytest.approx(step(ranks), rel=1e-4)
+    straddling = STRADDLING * (4 if precision == "fp32" else 2) if name in ("zero1", "zero2") else 0
+    assert backward(ranks) * (1 - 1e-4) <= found["backward"] <= backward(ranks) * (1 + 1e-4) + straddling
+    assert step(ranks) * (1 - 1e-4) <= found["step"] <= step(ranks) * (1 + 1e-4) + straddling
+
+
+def test_whole_tensors_of_a_partition_equal_a_count_element_by_element():
+    model = llama(num_hidden_layers=3, hidden_size=8, intermediate_size=20, vocab_size=11, num_key_value_heads=8)
+    layer = [64, 64, 64, 64, 160, 160, 160]
+    owner = [index for index, size in enumerate([88, *layer * 3, 88]) for _ in range(size)]
+    sizes = Counter(owner)
+    for ranks in (1, 2, 3, 5, 8):
+        length = -(-len(owner) // ranks)
+        partitions = [owner[rank * length : (rank + 1) * length] for rank in range(ranks)]
+        expected = max(sum(sizes[tensor] for tensor in set(partition)) for partition in partitions)
+        assert whole_tensors_of_a_partition(model, ranks) == expected
+
+
+def test_the_norm_of_a_large_tensor_is_the_peak_of_a_step_over_many_ranks():
+    """fp64 copies of gradients: at 64 ranks a partition is smaller than its share of the flattened copies."""
+    job = TrainingJob()
+    terms = model_state_terms(strategy_of("zero2", 64), MODEL, job, rank_parameters(MODEL, job))["step"]
+    assert terms["norm_copy"] == 8 * -(-PARAMETERS // 64)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -102,9 +127,9 @@ def test_offloaded_states_on_the_host(stage, ranks):
     parameters = rank_parameters(MODEL, job)
 
     def offloaded(strategy: Strategy) -> float:
-        from shardwright.ds_configs.host_memory import _offload_terms
+        from shardwright.ds_configs.host_memory import offload_terms
 
-        terms = _offload_terms(strategy, MODEL, job, parameters)
+        terms = offload_terms(strategy, MODEL, job, parameters)
         staging = 2 * parameters.largest_trainable if stage == 2 else 0
         return (sum(terms.values()) - terms["pinned_rounding"] - staging) * ranks / PARAMETERS
 

@@ -1,0 +1,170 @@
+"""The grid of `memory_accuracy.py`: small models of realistic proportions in every kind of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations, product
+from typing import Any
+
+from shardwright.ds_configs.families import model_spec_from_config
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.model import ModelSpec
+from shardwright.ds_configs.model_states import rank_parameters
+from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+
+SEQ_LEN = 128
+MICRO_BATCH_SIZE = 2
+LORA_RANK = 8
+LEAST_CASES = 64
+
+_DECODER = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**_DECODER, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+    "qwen3": {**_DECODER, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": {**_DECODER, "architectures": ["Gemma2ForCausalLM"], "head_dim": 32, "sliding_window": 512},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 256,
+        "n_layer": 4,
+        "n_head": 8,
+        "n_positions": 512,
+        "vocab_size": 4096,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "mixtral": {
+        **_DECODER,
+        "architectures": ["MixtralForCausalLM"],
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 384,
+        "tie_word_embeddings": False,
+    },
+}
+"""GPT-2 trains without dropout: the fused CUDA kernel keeps one byte per element where the CPU keeps more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run whose peak is predicted and metered."""
+
+    model: str
+    layout: str
+    precision: str
+    accumulation: int
+    checkpointing: bool
+    offload: str
+    ranks: int
+    method: str
+
+    @property
+    def name(self) -> str:
+        checkpointing = "ckpt" if self.checkpointing else "full"
+        words = (self.model, self.layout, self.precision, f"x{self.accumulation}", checkpointing, self.offload)
+        return "-".join([*words, f"{self.ranks}r", self.method])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"model_type": self.model, **MODELS[self.model]}
+
+    def spec(self) -> ModelSpec:
+        spec = model_spec_from_config(self.config, name=self.model)
+        assert spec is not None
+        return spec
+
+    def job(self) -> TrainingJob:
+        return TrainingJob(
+            seq_len_tokens=SEQ_LEN,
+            precision=self.precision,  # type: ignore[arg-type]
+            method=self.method,  # type: ignore[arg-type]
+            lora_rank=LORA_RANK,
+        )
+
+    def strategy(self) -> Strategy:
+        """Return the layout with buckets and thresholds as small beside the model as in a real run."""
+        stage = int(self.layout[-1]) if self.layout.startswith("zero") else None
+        sharded = self.layout != "ddp"
+        return Strategy(
+            engine="deepspeed" if stage is not None else self.layout,  # type: ignore[arg-type]
+            zero_stage=stage,
+            dp_shard=self.ranks if sharded else 1,
+            dp_replicate=1 if sharded else self.ranks,
+            offload_optimizer="none" if self.offload == "none" else "cpu",
+            offload_param="cpu" if self.offload == "optimizer+param" else "none",
+            micro_batch_size=MICRO_BATCH_SIZE,
+            gradient_accumulation_steps=self.accumulation,
+            gradient_checkpointing=self.checkpointing,
+            zero=self._zero_options(),
+        )
+
+    def _zero_options(self) -> ZeroOptions:
+        spec = self.spec()
+        trainable = rank_parameters(spec, self.job()).trainable
+        two_layers = 2 * spec.layer_parameter_count
+        return ZeroOptions(
+            reduce_bucket_size=trainable // 10,
+            stage3_prefetch_bucket_size=spec.layer_parameter_count // 2,
+            stage3_param_persistence_threshold=10 * spec.dimensions.hidden_size,
+            stage3_max_live_parameters=two_layers,
+            stage3_max_reuse_distance=two_layers,
+            sub_group_size=spec.parameter_count,
+        )
+
+    @property
+    def is_legal(self) -> bool:
+        if self.offload != "none" and self.layout == "ddp":
+            return False
+        if self.offload == "optimizer+param":
+            return self.layout in ("zero3", "fsdp2")
+        # FSDP2 moves parameters and optimizer with one flag.
+        return not (self.offload == "optimizer" and self.layout == "fsdp2")
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "layout": ("ddp", "zero1", "zero2", "zero3", "fsdp2"),
+    "precision": ("bf16", "fp32"),
+    "accumulation": (1, 4),
+    "checkpointing": (False, True),
+    "offload": ("none", "optimizer", "optimizer+param"),
+    "ranks": (2, 4),
+    "method": ("full", "lora"),
+}
+
+
+def grid() -> list[Case]:
+    """Return legal cases in which every legal pair of values occurs, and at least `LEAST_CASES` of them."""
+    every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
+    legal = [case for case in every if case.is_legal]
+    wanted = {pair for case in legal for pair in pairs(case)}
+    chosen: list[Case] = []
+    while wanted:
+        best = max(legal, key=lambda case: (len(wanted & set(pairs(case))), -_repeats(case, chosen)))
+        chosen.append(best)
+        wanted -= set(pairs(best))
+    while len(chosen) < LEAST_CASES:
+        rest = [case for case in legal if case not in chosen]
+        chosen.append(min(rest, key=lambda case: _repeats(case, chosen)))
+    return sorted(chosen, key=lambda case: case.name)
+
+
+def pairs(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Return every pair of values of a case."""
+    return combinations(((field.name, getattr(case, field.name)) for field in fields(case)), 2)
+
+
+def _repeats(case: Case, chosen: list[Case]) -> int:
+    """How much of a case the chosen ones hold already: squared, so that no two are nearly equal."""
+    values = asdict(case)
+    return sum(sum(values[name] == getattr(other, name) for name in values) ** 3 for other in chosen)

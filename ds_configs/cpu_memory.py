@@ -1,0 +1,82 @@
+"""Tensor bytes of one CPU rank, where a rehearsal can count them: the plan's terms, without what only a GPU has.
+
+A CPU rank has no runtime context, communicator buffers or caching allocator, host and device are one memory, and
+attention always takes the fused kernel (`attention_path` picks the math kernel for fp32 with grouped heads on CUDA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .host_memory import offload_terms
+from .job import TrainingJob
+from .memory import ALLOCATED_OVER_PREDICTED
+from .model import ModelSpec
+from .model_states import RankParameters, growing_gradients, rank_parameters
+from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
+from .strategy import Strategy
+from .tensor_terms import ActivationSource, cached_activations, moment_terms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuMemory:
+    """Tensor bytes of one CPU rank."""
+
+    peak_bytes: int
+    """Expected peak."""
+    low_bytes: int
+    """Lower end of the interval."""
+    high_bytes: int
+    """Upper end of the interval."""
+    phase: Phase
+    """The phase of the peak."""
+    phases: dict[Phase, Terms]
+    """Named bytes of each phase at its fullest moment."""
+
+
+def estimate_cpu_memory(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, *, activations: ActivationSource | None = None
+) -> CpuMemory:
+    """Return the peak of a training step on one CPU rank, with the interval of the tensor terms.
+
+    Raises:
+        UnknownFamilyError: no stored coefficients and no `activations` given.
+    """
+    phases = cpu_rank_terms(strategy, model, job, activations=activations)
+    totals = {name: sum(terms.values()) for name, terms in phases.items() if name != "init"}
+    phase = max(totals, key=lambda name: totals[name])
+    return CpuMemory(
+        peak_bytes=totals[phase],
+        low_bytes=round(totals[phase] * ALLOCATED_OVER_PREDICTED.low),
+        high_bytes=round(totals[phase] * ALLOCATED_OVER_PREDICTED.high),
+        phase=phase,
+        phases=phases,
+    )
+
+
+def cpu_rank_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, *, activations: ActivationSource | None = None
+) -> dict[Phase, Terms]:
+    """Return the named tensor bytes of each phase on one CPU rank; what a GPU rank offloads is added to it.
+
+    Raises:
+        UnknownFamilyError: no stored coefficients and no `activations` given.
+    """
+    parameters = rank_parameters(model, job)
+    source = activations or cached_activations(model, job, unmasked="fused")
+    device = moment_terms(strategy, model, job, parameters, source)
+    host = _host_terms(strategy, model, job, parameters)
+    return fullest_by_phase({moment: device[moment] | host[moment] for moment in device})
+
+
+def _host_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+) -> dict[Moment, Terms]:
+    offloaded = offload_terms(strategy, model, job, parameters)
+    offloaded.pop("pinned_rounding", None)
+    if strategy.engine != "fsdp2" or not offloaded:
+        return at_moments(offloaded)
+    # FSDP2 makes gradient shards on the host one by one; DeepSpeed allocates them ahead.
+    whole = offloaded.pop("offloaded_gradients")
+    step = {"gradients": whole}
+    return at_moments(offloaded, **growing_gradients(strategy, parameters, whole), step=step)

@@ -1,0 +1,184 @@
+"""Named tensor bytes of one rank at each moment of a training step: model states, buffers and activations together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .activations import ActivationEstimate, Adapter, Attention, Mode, UnknownFamilyError, estimate_activations
+from .buffers import buffer_terms
+from .job import TrainingJob
+from .model import ModelSpec, adapted_experts
+from .model_states import RankParameters, model_state_terms
+from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
+from .strategy import Strategy
+
+ActivationSource = Callable[[int, Mode], ActivationEstimate]
+"""Activation bytes for a micro-batch size and a precision mode."""
+
+
+def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attention = "auto") -> ActivationSource:
+    """Return the activation bytes of the traced coefficients that ship with the package.
+
+    `unmasked` is the attention kernel where no mask reaches it.
+    """
+    window = model.sliding_window
+    attention: Attention = "masked" if window and job.seq_len_tokens > window else unmasked
+
+    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
+        return estimate_activations(
+            family=model.model_type,
+            dimensions=model.dimensions,
+            micro_batch_size=micro_batch_size,
+            seq_len_tokens=job.seq_len_tokens,
+            mode=mode,
+            adapter=adapter,
+            lora_rank=0 if adapter == "none" else job.lora_rank,
+            chunked_loss=job.loss == "chunked",
+            attention=attention,
+        )
+
+    def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+        try:
+            return estimate(micro_batch_size, mode, adapter_name(job))
+        except UnknownFamilyError:
+            # Full training keeps at least what adapters on frozen weights keep.
+            return estimate(micro_batch_size, mode, "none")
+
+    return source
+
+
+def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
+    """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
+    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
+    source = cached_activations(model, job)
+    try:
+        for mode in modes:
+            source(1, mode)
+    except UnknownFamilyError:
+        return False
+    return model.task == "causal_lm"
+
+
+def adapter_name(job: TrainingJob) -> Adapter:
+    """Return the activation profile of the job's adapters; unusual targets count as all Linear modules."""
+    if job.method == "full":
+        return "none"
+    return "lora_attention" if set(job.lora_targets) <= {"q_proj", "v_proj"} else "lora_all_linear"
+
+
+def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
+    """Return how the engine computes: on 16-bit weights (DeepSpeed, FSDP2) or under autocast (one process, DDP)."""
+    if job.precision == "fp32":
+        return "fp32"
+    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
+
+
+def tensor_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, source: ActivationSource
+) -> dict[Phase, Terms]:
+    """Return the named tensor bytes of each phase at its fullest moment."""
+    return fullest_by_phase(moment_terms(strategy, model, job, parameters, source))
+
+
+def moment_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, source: ActivationSource
+) -> dict[Moment, Terms]:
+    """Return the named tensor bytes of each moment."""
+    constant: Terms = {"model_buffers": model.buffer_bytes}
+    if job.teacher is not None:
+        share = strategy.shard_size if strategy.shards_parameters else 1
+        constant["teacher_weights"] = -(-job.teacher.parameter_count * job.compute_bytes // share)
+    parts = (
+        model_state_terms(strategy, model, job, parameters),
+        buffer_terms(strategy, model, job, parameters),
+        _activation_terms(strategy, model, job, parameters, source),
+    )
+    combined: dict[Moment, Terms] = {}
+    for moment in parts[0]:
+        terms = dict(constant)
+        for part in parts:
+            for name, count in part[moment].items():
+                terms[name] = terms.get(name, 0) + count
+        combined[moment] = {name: count for name, count in terms.items() if count}
+    return combined
+
+
+def _activation_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, source: ActivationSource
+) -> dict[Moment, Terms]:
+    """Activations, what autocast and adapters copy, and the loss.
+
+    All layers' activations live until the last layer's backward; the first layer's finds only its own.
+    """
+    traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
+    layers, ranks = model.dimensions.num_layers, strategy.sp * strategy.cp
+    per_layer, transient = _layer_bytes(strategy, model, job, traced)
+    transient_terms = {"backward_transient": transient // ranks, **_dequantized(model, job)}
+    copies = _weight_copies(model, job, parameters, traced)
+    one_layers = {name: count // max(1, layers) for name, count in copies.items()}
+    # With checkpointing they die with their layer's forward pass, autocast's with the whole one; the backward pass
+    # makes them again layer by layer.
+    backward_copies = one_layers if strategy.gradient_checkpointing else copies
+    loss_copies = dict(copies)
+    if strategy.gradient_checkpointing:
+        loss_copies.pop("adapted_expert_copies", None)
+
+    def kept(count: int) -> Terms:
+        return {"activations": (count * per_layer + traced.outside_layer_bytes) // ranks}
+
+    tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
+    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss == "eager" else 0
+    loss = kept(layers) | loss_copies | _dequantized(model, job) | _loss_extras(strategy, model, job, tokens)
+    return at_moments(
+        {},
+        forward_end=loss | {"loss": traced.loss_forward_peak_bytes // ranks},
+        loss_backward=loss | {"loss": traced.loss_backward_peak_bytes // ranks},
+        head_backward=kept(layers) | loss_copies | {"loss": logit_gradient},
+        last_layer_backward=kept(layers) | backward_copies | transient_terms,
+        after_last_layer=kept(layers - 1) | backward_copies,
+        first_layer_backward=kept(1) | one_layers | transient_terms,
+        after_first_layer=kept(0) | one_layers,
+    )
+
+
+def _layer_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate) -> tuple[int, int]:
+    """Return what a layer keeps until its backward, and what that needs beyond what is kept."""
+    tokens = strategy.micro_batch_size * job.seq_len_tokens
+    dropout_masks = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
+    if strategy.gradient_checkpointing:
+        return traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + dropout_masks
+    return traced.saved_bytes_per_layer + dropout_masks, traced.backward_transient_bytes
+
+
+def _weight_copies(model: ModelSpec, job: TrainingJob, parameters: RankParameters, traced: ActivationEstimate) -> Terms:
+    """Copies of weights that the forward pass makes and the backward pass needs.
+
+    Frozen weights are 16-bit already; with adapters only those are fp32 and copied by autocast. PEFT computes an
+    adapted expert's weight as base + update and keeps the sum.
+    """
+    fp32_matrices = parameters.trainable
+    if job.method == "full":
+        fp32_matrices = model.linear_parameters(include_head=True)
+        fp32_matrices += model.embedding_parameters if model.tied_embeddings else 0
+    copies = {"autocast_weight_copies": traced.autocast_weight_copy_bytes_per_parameter * fp32_matrices}
+    if job.method != "full":
+        experts = sum(p.total for p in adapted_experts(model, job.lora_targets) if p.kind == "experts")
+        copies["adapted_expert_copies"] = job.compute_bytes * experts
+    return copies
+
+
+def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:
+    if job.method != "qlora":
+        return {}
+    widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
+    return {"dequantized_weight": job.compute_bytes * widest}
+
+
+def _loss_extras(strategy: Strategy, model: ModelSpec, job: TrainingJob, tokens: int) -> Terms:
+    """A chunked loss computes the head's gradient in the forward pass; a teacher brings logits of its own."""
+    extras: Terms = {}
+    if job.loss == "chunked" and job.method == "full":
+        extras["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
+    if job.teacher is not None:
+        extras["teacher_logits"] = (4 + job.compute_bytes) * tokens * job.teacher.dimensions.vocab_size
+    return extras

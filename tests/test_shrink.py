@@ -1,0 +1,675 @@
+"""Shrinking: the same classes and divisibilities, small enough for CPU ranks; transformers builds the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.buffers import default_zero_options
+from shardwright.ds_configs.candidate import Candidate
+from shardwright.ds_configs.changes import Change
+from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.families import FAST_FAMILIES, model_spec_from_config
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.model import ModelSpec
+from shardwright.ds_configs.model_config import config_faults
+from shardwright.ds_configs.rules import RULES, legality_faults
+from shardwright.ds_configs.shrink import ShrunkenModel, rehearsed_sequence, shrink_model_config
+from shardwright.ds_configs.shrink_layers import kept_layers
+from shardwright.ds_configs.shrink_layout import (
+    shrink_accelerate_config,
+    shrink_deepspeed_config,
+    shrink_strategy,
+    shrink_training_arguments,
+    shrink_zero_options,
+)
+from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+
+MODELS = sorted((Path(__file__).parent / "data" / "models").iterdir())
+HARDWARE = parse_hardware("2x16xA100-80GB", nvme="/nvme:1TB")
+DDP = Strategy(engine="ddp", dp_replicate=8)
+LENGTH = 4096
+
+
+def read(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def spec_of(config: Mapping[str, Any]) -> ModelSpec:
+    assert not config_faults(config, source="test")
+    spec = model_spec_from_config(config, name="test")
+    assert spec is not None
+    return spec
+
+
+def shrink(config: Mapping[str, Any], strategy: Strategy = DDP, length: int = LENGTH, **sizes: int) -> dict[str, Any]:
+    return shrink_model_config(config, strategy=strategy, seq_len_tokens=length, **sizes).config
+
+
+def parallel_strategies() -> Iterator[Strategy]:
+    """Every engine and stage with tp, sp, ep in 1, 2, 4 that 32 ranks hold."""
+    for tp, sp, ep in product((1, 2, 4), repeat=3):
+        for stage in (0, 1, 2, 3):
+            data = HARDWARE.world_size // (tp * sp)
+            sizes = {"dp_replicate": data} if stage == 0 else {"dp_shard": data}
+            yield Strategy(engine="deepspeed", zero_stage=stage, tp=tp, sp=sp, ep=ep, **sizes)
+    yield Strategy(engine="fsdp2", dp_shard=16, cp=2)
+    yield from (Strategy(engine="deepspeed", zero_stage=1, dp_shard=32 // pp, pp=pp) for pp in (2, 4))
+
+
+PARALLEL = tuple(parallel_strategies())
+
+
+def numbers(value: object) -> Iterator[float]:
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+
+
+def assert_never_grows(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Every value that was there stands at no more than it was, and nothing was added."""
+    for key, value in after.items():
+        assert key in before, f"{key} was absent"
+        if isinstance(value, dict):
+            assert_never_grows(before[key], value)
+        elif not key.endswith(("_token_id", "_token_index")):
+            new, old = list(numbers(value)), list(numbers(before[key]))
+            assert len(new) <= len(old)
+            assert max(new, default=0) <= max(old, default=0), key
+        assert (value is None) == (before[key] is None), key
+
+
+def assert_faithful(config: dict[str, Any], strategy: Strategy, result: ShrunkenModel) -> None:
+    original, shrunken = spec_of(config), spec_of(result.config)
+    assert [p.name for p in shrunken.parameters] == [p.name for p in original.parameters]
+    assert [(p.group, p.kind) for p in shrunken.parameters] == [(p.group, p.kind) for p in original.parameters]
+    assert (shrunken.model_type, shrunken.architecture) == (original.model_type, original.architecture)
+    assert (shrunken.tied_embeddings, shrunken.layer_classes) == (original.tied_embeddings, original.layer_classes)
+    assert (shrunken.sliding_window is None) == (original.sliding_window is None)
+    assert shrunken.parameter_count <= original.parameter_count
+    if original.parameter_count > 10**8 and original.dimensions.hidden_size >= 1024:
+        assert shrunken.parameter_count < min(10**8, original.parameter_count / 3)
+    assert_never_grows(config, result.config)
+    hidden, heads = original.dimensions, shrunken.dimensions
+    assert (hidden.num_attention_heads == hidden.num_key_value_heads) == (
+        heads.num_attention_heads == heads.num_key_value_heads
+    )
+    if hidden.query_size == hidden.hidden_size and config.get("head_dim") is not None:
+        assert heads.query_size == heads.hidden_size
+    assert {change.where for change in result.changes} >= {
+        key for key in config if not isinstance(config[key], dict) and config[key] != result.config.get(key)
+    }
+    before = TrainingJob(seq_len_tokens=LENGTH)
+    after = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, strategy))
+    for rule in RULES:
+        if rule(Candidate(strategy=strategy, model=original, hardware=HARDWARE, job=before)) is None:
+            fault = rule(Candidate(strategy=strategy, model=shrunken, hardware=HARDWARE, job=after))
+            assert fault is None, f"{rule.__name__}: {fault}"
+
+
+@pytest.mark.parametrize("directory", MODELS, ids=lambda path: path.name)
+def test_public_models_pass_every_rule_that_they_passed(directory):
+    config = read(directory)
+    for strategy in PARALLEL:
+        result = shrink_model_config(config, strategy=strategy, seq_len_tokens=LENGTH)
+        assert_faithful(config, strategy, result)
+        layers = result.config.get("num_hidden_layers", result.config.get("n_layer"))
+        assert layers == 4 and layers % strategy.pp == 0
+
+
+@st.composite
+def model_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """A valid config of a family that the closed form knows."""
+    family = draw(st.sampled_from(FAST_FAMILIES))
+    key_value_heads = draw(st.integers(1, 16))
+    heads = key_value_heads * draw(st.integers(1, 16))
+    head_dim = draw(st.sampled_from((2, 16, 32, 64, 80, 96, 128, 256)))
+    layers, vocab = draw(st.integers(1, 96)), draw(st.integers(600, 300_000))
+    hidden = heads * head_dim
+    if family == "gpt2":
+        inner = draw(st.sampled_from((None, 3 * hidden)))
+        sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_inner": inner}
+        return {"model_type": family, **sizes, "n_positions": draw(st.integers(1024, 8192)), "vocab_size": vocab}
+    hidden = hidden if draw(st.booleans()) else draw(st.integers(1, 64)) * 16 * heads
+    config: dict[str, Any] = {
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": draw(st.integers(1, 6 * hidden)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "vocab_size": vocab,
+        "pad_token_id": draw(st.integers(0, vocab - 1)),
+        "max_position_embeddings": draw(st.integers(512, 131_072)),
+    }
+    if draw(st.booleans()):
+        config["head_dim"] = head_dim
+    if draw(st.booleans()):
+        config |= {
+            "sliding_window": draw(st.none() | st.integers(1, 32_768)),
+            "use_sliding_window": draw(st.booleans()),
+        }
+        config["max_window_layers"] = draw(st.integers(0, layers))
+    if draw(st.booleans()):
+        period = draw(st.integers(1, 6))
+        kinds = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(layers)]
+        config["layer_types"] = kinds
+    experts = draw(st.integers(1, 256))
+    moe = {"num_experts_per_tok": draw(st.integers(1, min(16, experts))), "moe_intermediate_size": 768}
+    if family in ("mixtral", "qwen3_moe"):
+        config |= {"num_local_experts" if family == "mixtral" else "num_experts": experts, **moe}
+    return config
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=model_configs(), strategy=st.sampled_from(PARALLEL))
+def test_generated_models_pass_every_rule_that_they_passed(config, strategy):
+    result = shrink_model_config(config, strategy=strategy, seq_len_tokens=LENGTH)
+    assert_faithful(config, strategy, result)
+    after = spec_of(result.config).dimensions
+    before = spec_of(config).dimensions
+    assert after.vocab_size >= 512
+    if strategy.pp <= before.num_layers:
+        assert after.num_layers % strategy.pp == 0
+    assert before.head_dim % 2 or after.head_dim % 2 == 0
+    if before.num_experts:
+        assert after.experts_per_token == min(before.experts_per_token, 4) or after.num_experts == before.num_experts
+        assert after.num_experts > after.experts_per_token or after.num_experts == before.num_experts
+        assert after.num_experts >= min(2 * strategy.ep, before.num_experts)
+    if "layer_types" in config:
+        assert len(result.config["layer_types"]) == after.num_layers
+        if before.num_layers >= 12:
+            assert set(result.config["layer_types"]) == set(config["layer_types"])
+    window = config.get("sliding_window")
+    if window is not None:
+        length = rehearsed_sequence(LENGTH, strategy)
+        assert (window < LENGTH) == (result.config["sliding_window"] < length)
+    again = shrink_model_config(result.config, strategy=strategy, seq_len_tokens=rehearsed_sequence(LENGTH, strategy))
+    assert spec_of(again.config).parameter_count <= spec_of(result.config).parameter_count
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 5000), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(-3, 60) | st.text(max_size=2), max_size=8),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+FUZZED = (
+    "layer_types", "mlp_only_layers", "first_k_dense_replace", "moe_layer_freq", "per_layer_config", "attention_types",
+    "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim", "n_group", "topk_group", "num_experts",
+    "num_experts_per_tok", "sliding_window", "max_position_embeddings", "bos_token_id", "eos_token_id", "head_dim",
+    "num_key_value_heads", "qk_rope_head_dim", "kv_lora_rank", "intermediate_size", "num_kv_shared_layers",
+    "vision_config", "text_config", "quantization_config", "mamba_n_heads", "linear_num_key_heads", "max_window_layers",
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(FUZZED), JUNK, max_size=6))
+def test_no_config_crashes(changes):
+    config = {"model_type": "other", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16} | changes
+    try:
+        result = shrink(config, vocab_size=512)
+    except ShardwrightError:
+        return
+    assert result["num_hidden_layers"] <= 8
+    json.dumps(result)
+
+
+LLAMA_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+LLAMA = read(MODELS[[path.name for path in MODELS].index("meta-llama--Llama-3.1-8B")]) | {
+    "rope_parameters": {**LLAMA_ROPE, "original_max_position_embeddings": 8192, "rope_theta": 500_000.0},
+    "bos_token_id": 128_000,
+    "eos_token_id": [128_001, 128_008, 128_009],
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 3,
+    "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "max_position_embeddings": 163840, "vocab_size": 129280, "bos_token_id": 0, "eos_token_id": 1,
+    "rope_theta": 10000, "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336,
+    "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 8192, "vocab_size": 256000,
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+    "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6,
+    "max_position_embeddings": 32768, "vocab_size": 262144, "rope_theta": 1_000_000, "rope_local_base_freq": 10000,
+    "bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0,
+}  # fmt: skip
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096, "vocab_size": 32064, "bos_token_id": 1, "eos_token_id": 32000,
+    "pad_token_id": 32000, "sliding_window": 262144, "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0 + i / 36 for i in range(36)],
+                     "long_factor": [1.0 + i for i in range(36)]},
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "vocab_size": 201088, "attention_bias": True,
+    "eos_token_id": 200002, "pad_token_id": 199999,
+}  # fmt: skip
+GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "num_hidden_layers": 92, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "head_dim": 128, "partial_rotary_factor": 0.5, "n_routed_experts": 160, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "max_position_embeddings": 202752,
+    "vocab_size": 151552, "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329, "use_qk_norm": True,
+}  # fmt: skip
+GEMMA3_IMAGES = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "image_token_index": 262144,
+    "boi_token_index": 255999, "eoi_token_index": 256000, "mm_tokens_per_image": 256,
+    "text_config": GEMMA3 | {"hidden_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 4,
+                             "vocab_size": 262208, "num_hidden_layers": 34},
+    "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
+                      "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896, "patch_size": 14},
+}  # fmt: skip
+BUILT: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "deepseek_v3": DEEPSEEK_V3,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "gemma3": GEMMA3_IMAGES,
+    "phi3": PHI3,
+    "gpt_oss": GPT_OSS,
+    "glm4_moe": GLM4_MOE,
+    "mixtral": read(next(path for path in MODELS if "Mixtral" in path.name)),
+    "qwen3_moe": read(next(path for path in MODELS if "30B-A3B" in path.name)),
+    "gpt2": read(next(path for path in MODELS if "gpt2" in path.name)),
+}
+RUN = ("llama", "deepseek_v3", "gemma3_text", "phi3", "glm4_moe", "gpt2")
+
+
+def build(config: dict[str, Any], *, meta: bool) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    parsed = AutoConfig.for_model(config["model_type"], **json.loads(json.dumps(values)))
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        return AutoModelForCausalLM.from_config(parsed, trust_remote_code=False)
+
+
+def parameter_patterns(model: Any) -> set[str]:
+    names = [name.split(".") for name, _ in model.named_parameters()]
+    return {".".join("*" if part.isdigit() else part for part in name) for name in names}
+
+
+@pytest.mark.parametrize("family", BUILT)
+def test_transformers_builds_the_shrunken_config_with_the_same_parameters(family):
+    config = BUILT[family]
+    strategy = Strategy(engine="deepspeed", zero_stage=2, dp_shard=4, sp=2, ep=2)
+    small = build(shrink(config, strategy), meta=True)
+    large = build(config, meta=True)
+    assert type(small) is type(large)
+    assert parameter_patterns(small) == parameter_patterns(large)
+    counts = [sum(p.numel() for p in model.parameters()) for model in (small, large)]
+    assert counts[0] < 90_000_000 and counts[0] < counts[1] / 40
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_the_shrunken_model_computes_finite_logits(family):
+    import torch
+
+    config = shrink(BUILT[family])
+    model = build(config, meta=False).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(16)[None], use_cache=False).logits
+    assert logits.shape == (1, 16, config["vocab_size"]) and torch.isfinite(logits).all()
+
+
+def test_llama_scales_as_expected():
+    result = shrink_model_config(LLAMA, strategy=DDP, seq_len_tokens=LENGTH)
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    assert [result.config[name] for name in sizes] == [4, 128, 8, 2, 16]
+    assert result.config["intermediate_size"] == 14336 * 128 // 4096
+    assert result.config["max_position_embeddings"] == 131_072 // 32
+    assert result.config["rope_parameters"]["original_max_position_embeddings"] == 8192 // 32
+    assert result.config["rope_parameters"]["factor"] == 8.0
+    ids = [result.config["bos_token_id"], *result.config["eos_token_id"]]
+    assert len(set(ids)) == 4 and all(512 <= token < 1024 for token in ids)
+    assert Change(where="hidden_size", before=4096, after=128) in result.changes
+    assert "hidden_size 4096 -> 128" in [str(change) for change in result.changes]
+
+
+def test_deepseek_keeps_groups_low_ranks_and_both_kinds_of_layers():
+    strategy = Strategy(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4)
+    result = shrink_model_config(DEEPSEEK_V3, strategy=strategy, seq_len_tokens=LENGTH)
+    config = result.config
+    assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (4, 1)
+    assert config["n_routed_experts"] % 4 == 0 and config["n_routed_experts"] > config["num_experts_per_tok"] == 4
+    assert config["topk_group"] < config["n_group"] and config["n_routed_experts"] % config["n_group"] == 0
+    assert config["topk_group"] * config["n_routed_experts"] // config["n_group"] >= config["num_experts_per_tok"]
+    assert config["qk_nope_head_dim"] == 2 * config["qk_rope_head_dim"] == config["v_head_dim"] == 16
+    assert config["kv_lora_rank"] < config["q_lora_rank"] < config["hidden_size"]
+    assert "quantization_config" not in config
+    assert "quantization_config" in [change.where for change in result.changes]
+
+
+def test_latent_heads_that_transformers_writes_down_twice_stay_consistent():
+    config = shrink(DEEPSEEK_V3 | {"head_dim": 64, "qk_head_dim": 192})
+    assert config["head_dim"] == config["qk_rope_head_dim"]
+    assert config["qk_head_dim"] == config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+
+
+def test_patterns_of_layers_stay():
+    assert shrink(GEMMA3)["num_hidden_layers"] == 6
+    listed = ["sliding_attention"] * 5 + ["full_attention"]
+    config = GEMMA3 | {"layer_types": (listed * 5)[:26]}
+    assert shrink(config)["layer_types"] == listed
+    pipelined = shrink(config, Strategy(engine="deepspeed", zero_stage=1, pp=4))
+    assert pipelined["layer_types"] == listed * 2
+    dense_first = ["dense"] * 3 + ["sparse"] * 89
+    glm = shrink(GLM4_MOE | {"mlp_layer_types": dense_first})
+    assert glm["mlp_layer_types"] == ["dense", "sparse", "sparse", "sparse"]
+    assert glm["first_k_dense_replace"] == 1
+
+
+def test_indices_and_steps_of_sparse_layers_follow():
+    config = {"num_hidden_layers": 24, "decoder_sparse_step": 2, "mlp_only_layers": [1, 5]}
+    kept = kept_layers(config, layers=4, pipeline_stages=1)
+    assert kept == [0, 1, 22, 23]
+    base = LLAMA | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], **config}
+    assert shrink(base)["mlp_only_layers"] == [1]
+    assert shrink(LLAMA | {"no_rope_layers": [1, 1, 1, 0] * 8})["no_rope_layers"] == [1, 1, 1, 0]
+    neo = shrink(LLAMA | {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 16]]})
+    assert neo["attention_types"] == [[["global", "local", "global", "local"], 1]]
+
+
+def test_windows_stay_on_their_side_of_the_sequence():
+    for window, length in ((512, 4096), (4096, 4096), (4097, 4096), (4095, 4096), (1, 4096), (100, 64), (64, 64)):
+        small = shrink(GEMMA2 | {"sliding_window": window}, length=length)
+        assert (small["sliding_window"] < rehearsed_sequence(length, DDP)) == (window < length), (window, length)
+    assert "sliding_window" not in shrink(LLAMA)
+    assert shrink(LLAMA | {"sliding_window": None})["sliding_window"] is None
+
+
+def test_rotary_parts_stay_even():
+    phi = shrink(PHI3)
+    head_dim = phi["hidden_size"] // phi["num_attention_heads"]
+    rotated = int(head_dim * 0.75)
+    assert rotated % 2 == 0 and len(phi["rope_scaling"]["short_factor"]) == rotated // 2
+    assert phi["max_position_embeddings"] // phi["original_max_position_embeddings"] == 131072 // 4096
+    sections = shrink(LLAMA | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}})
+    assert sum(sections["rope_scaling"]["mrope_section"]) == sections["head_dim"] // 2
+
+
+def test_special_tokens_of_nested_configs_move_together():
+    small = shrink(GEMMA3_IMAGES)
+    assert small["text_config"]["vocab_size"] == 1024
+    ids = [small[name] for name in ("image_token_index", "boi_token_index", "eoi_token_index")]
+    assert len(set(ids)) == 3 and all(512 <= token < 1024 for token in ids)
+    assert small["text_config"]["eos_token_id"] == [1, 106]
+    assert small["vision_config"]["num_hidden_layers"] == 4
+    absent = {key: value for key, value in PHI3.items() if key != "pad_token_id"}
+    assert 512 <= shrink(absent)["pad_token_id"] < 1024
+
+
+def test_a_small_model_stays_as_it_is():
+    small = shrink(LLAMA)
+    again = shrink_model_config(small, strategy=DDP, seq_len_tokens=rehearsed_sequence(LENGTH, DDP))
+    assert again.config == small and again.changes == ()
+
+
+def test_the_config_given_is_not_written_to():
+    before = json.dumps(GEMMA3_IMAGES)
+    shrink(GEMMA3_IMAGES)["text_config"]["eos_token_id"].append(0)
+    assert json.dumps(GEMMA3_IMAGES) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "fragment"),
+    [
+        ({}, "model_type"),
+        ({"model_type": "bert"}, "must state its layers"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "text_config"),
+        (LLAMA | {"hidden_size": [1, 2]}, "hidden_size"),
+        (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads"),
+    ],
+)
+def test_configs_that_cannot_be_made_small_are_refused(config, fragment):
+    with pytest.raises(RefusedInputError, match=fragment):
+        shrink(config)
+
+
+def test_sizes_that_are_too_small_are_refused_together():
+    with pytest.raises(UsageError) as caught:
+        shrink(LLAMA, length=0, vocab_size=100, hidden_size=True)
+    assert [fault.where for fault in caught.value.faults] == ["seq_len_tokens", "hidden_size", "vocab_size"]
+
+
+@given(length=st.integers(1, 200_000), sp=st.sampled_from((1, 2, 3, 4, 8)), cp=st.sampled_from((1, 2, 4, 16)))
+def test_rehearsed_sequences_are_short_multiples(length, sp, cp):
+    unit = 2 * sp * cp
+    tokens = rehearsed_sequence(length, replace(DDP, sp=sp, cp=cp))
+    assert tokens % unit == 0 and 0 < tokens <= max(128, unit)
+    assert tokens <= max(length, unit)
+    assert tokens > min(128, length) - unit
+
+
+def test_strategies_keep_every_axis_but_one():
+    zero3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=32, tp=2, micro_batch_size=8, offload_optimizer="cpu")
+    small, changes = shrink_strategy(zero3, ranks=4)
+    assert small == replace(zero3, dp_shard=2, micro_batch_size=2)
+    assert [str(change) for change in changes] == ["dp_shard 32 -> 2", "micro_batch_size 8 -> 2"]
+    ddp = replace(DDP, gradient_accumulation_steps=16)
+    assert shrink_strategy(ddp, ranks=2)[0] == replace(ddp, dp_replicate=2, gradient_accumulation_steps=2)
+    hybrid = Strategy(engine="fsdp2", dp_replicate=4, dp_shard=8)
+    assert shrink_strategy(hybrid, ranks=8, nodes=4)[0] == replace(hybrid, dp_shard=2)
+    assert shrink_strategy(Strategy(engine="single"), ranks=1) == (Strategy(engine="single"), ())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "nodes", "fragments"),
+    [
+        (Strategy(engine="deepspeed", zero_stage=1, dp_shard=8, tp=2, pp=2), 6, 1, ("pp * sp * cp = 4", "4 or 8")),
+        (Strategy(engine="fsdp2", dp_replicate=4, dp_shard=8), 2, 1, ("dp_replicate = 4", "--ranks 8")),
+        (Strategy(engine="fsdp2", dp_replicate=4, dp_shard=8), 4, 1, ("2 shards", "--ranks 8")),
+        (Strategy(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4), 2, 1, ("ep = 4", "--ranks 4")),
+        (Strategy(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=8)), 2, 1, ("--ranks 8",)),
+        (Strategy(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=2)), 3, 2, ("nodes = 2", "4")),
+        (Strategy(engine="deepspeed", zero_stage=3, zero=ZeroOptions(quantized_gradients=True)), 2, 1, ("nodes",)),
+        (Strategy(engine="single"), 2, 1, ("--ranks 1",)),
+        (DDP, 0, 1, ("ranks = 0", "at least 1")),
+        (replace(DDP, tp=0), 2, 0, ("tp = 0", "nodes = 0")),
+    ],
+)
+def test_ranks_that_do_not_divide_name_the_legal_ones(strategy, ranks, nodes, fragments):
+    with pytest.raises(UsageError) as caught:
+        shrink_strategy(strategy, ranks=ranks, nodes=nodes)
+    assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
+
+
+@given(strategy=st.sampled_from(PARALLEL), ranks=st.integers(1, 64))
+def test_a_legal_layout_stays_legal_on_the_ranks_it_accepts(strategy, ranks):
+    model = spec_of(GEMMA2 if strategy.cp == 1 else LLAMA)
+    original = Candidate(strategy=strategy, model=model, hardware=HARDWARE, job=TrainingJob(seq_len_tokens=LENGTH))
+    if legality_faults(original):
+        return
+    try:
+        small, _ = shrink_strategy(strategy, ranks=ranks)
+    except UsageError as error:
+        legal = [int(word) for word in error.faults[0].fix.split() if word.isdigit()]
+        assert legal
+        for count in legal:
+            shrink_strategy(strategy, ranks=count)
+        return
+    hardware = parse_hardware(f"1x{ranks}xA100-80GB")
+    config = shrink(GEMMA2 if strategy.cp == 1 else LLAMA, strategy)
+    job = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, strategy))
+    assert legality_faults(Candidate(strategy=small, model=spec_of(config), hardware=hardware, job=job)) == ()
+
+
+@pytest.mark.parametrize("directory", MODELS, ids=lambda path: path.name)
+@pytest.mark.parametrize("lean", [False, True])
+def test_zero_sizes_stand_to_the_small_model_as_they_did(directory, lean):
+    config = read(directory)
+    original, shrunken = spec_of(config), spec_of(shrink(config))
+    for stage in (2, 3):
+        zero = default_zero_options(original, TrainingJob(), stage=stage, lean=lean)
+        zero = replace(zero, parameter_buffer_elements=original.largest_parameter // 8 if stage == 3 else 0)
+        small, changes = shrink_zero_options(zero, original=original, shrunken=shrunken)
+        assert small.reduce_bucket_size % 2 == 0 or zero.reduce_bucket_size % 2
+        for name in (
+            "reduce_bucket_size",
+            "stage3_prefetch_bucket_size",
+            "sub_group_size",
+            "stage3_max_reuse_distance",
+        ):
+            before, after = getattr(zero, name), getattr(small, name)
+            assert after <= before and (after == 0) == (before == 0)
+            if before:
+                assert (after < shrunken.parameter_count) == (before < original.parameter_count), name
+        threshold = zero.stage3_param_persistence_threshold
+        persistent = {p.name for p in original.parameters if p.numel <= threshold}
+        now = {p.name for p in shrunken.parameters if p.numel <= small.stage3_param_persistence_threshold}
+        assert now == persistent
+        if stage == 3:
+            swapped = max(p.numel for p in shrunken.parameters if p.name not in now)
+            assert swapped <= small.parameter_buffer_elements < zero.parameter_buffer_elements
+        assert {change.where for change in changes} == {
+            name for name in ZeroOptions.__slots__ if getattr(zero, name) != getattr(small, name)
+        }
+
+
+def test_sub_groups_follow_the_shard_of_one_rank():
+    original, shrunken = spec_of(LLAMA), spec_of(shrink(LLAMA))
+    zero = ZeroOptions(sub_group_size=100_000_000)
+    one_each, _ = shrink_zero_options(zero, original=original, shrunken=shrunken, shards_before=128, shards=2)
+    assert one_each.sub_group_size >= shrunken.parameter_count / 2
+    several, _ = shrink_zero_options(zero, original=original, shrunken=shrunken, shards_before=8, shards=2)
+    assert several.sub_group_size < shrunken.parameter_count / 2
+
+
+def test_thresholds_of_zero_keep_nothing_and_huge_ones_everything():
+    original, shrunken = spec_of(LLAMA), spec_of(shrink(LLAMA))
+    for threshold, kept in ((0, 0), (10**12, shrunken.parameter_count)):
+        zero = ZeroOptions(stage3_param_persistence_threshold=threshold)
+        small, _ = shrink_zero_options(zero, original=original, shrunken=shrunken)
+        assert shrunken.persistent_parameters(small.stage3_param_persistence_threshold) == kept
+
+
+DEEPSPEED = {
+    "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": True, "my_key": [1],
+    "zero_optimization": {
+        "stage": 3, "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto", "sub_group_size": 10**9,
+        "param_persistence_threshold": 40960, "stage3_max_live_parameters": 10, "overlap_comm": True,
+        "offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_size": 10**8, "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}  # fmt: skip
+SMALL_ZERO = ZeroOptions(
+    reduce_bucket_size=5000, stage3_param_persistence_threshold=1280, sub_group_size=9000, parameter_buffer_elements=700
+)
+
+
+def deepspeed(config: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
+    defaults = {"zero": SMALL_ZERO, "nvme_path": "/new", "world_size_before": 8, "ranks": 2}
+    return shrink_deepspeed_config(config, **(defaults | arguments))[0]
+
+
+def test_deepspeed_files_change_only_in_their_sizes():
+    small, changes = shrink_deepspeed_config(DEEPSPEED, zero=SMALL_ZERO, nvme_path="/new", world_size_before=8, ranks=2)
+    section = DEEPSPEED["zero_optimization"]
+    assert isinstance(section, dict)
+    assert small == DEEPSPEED | {
+        "train_batch_size": 2 * 2 * 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": section
+        | {
+            "reduce_bucket_size": 5000,
+            "param_persistence_threshold": 1280,
+            "sub_group_size": 9000,
+            "offload_param": {"device": "nvme", "nvme_path": "/new", "buffer_size": 700, "pin_memory": True},
+        },
+    }
+    assert "zero_optimization.offload_param.nvme_path /nvme -> /new" in [str(change) for change in changes]
+    assert len(changes) == 7
+
+
+def test_batches_that_contradict_stay_contradictory():
+    plan = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8, micro_batch_size=4, gradient_accumulation_steps=2)
+    for wrong in (63, 32, 8, 128):
+        assert deepspeed(DEEPSPEED | {"train_batch_size": wrong})["train_batch_size"] != 8
+    for micro in (1, 2, 3, 8):
+        assert (
+            deepspeed(DEEPSPEED | {"train_micro_batch_size_per_gpu": micro}, strategy=plan)[
+                "train_micro_batch_size_per_gpu"
+            ]
+            != 2
+        )
+    auto = DEEPSPEED | {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    small = deepspeed(auto, strategy=plan)
+    assert (small["train_batch_size"], small["train_micro_batch_size_per_gpu"]) == (8, "auto")
+    assert deepspeed(auto | {"train_batch_size": 63}, strategy=plan)["train_batch_size"] == 63
+    assert deepspeed(auto)["train_batch_size"] == 64
+    assert deepspeed(DEEPSPEED | {"train_micro_batch_size_per_gpu": "auto"})["train_batch_size"] == 8
+    assert deepspeed(DEEPSPEED | {"train_batch_size": "auto"})["train_batch_size"] == "auto"
+
+
+def test_deepspeed_files_of_odd_shapes_pass_through():
+    odd: dict[str, Any]
+    for odd in ({}, {"zero_optimization": None}, {"zero_optimization": []}, {"train_batch_size": -1}):
+        assert deepspeed(odd) == odd
+    odd = {"zero_optimization": {"offload_param": "nvme", "reduce_bucket_size": True, "sub_group_size": "1e9"}}
+    assert deepspeed(odd) == odd
+
+
+def test_accelerate_files_change_only_in_their_ranks():
+    config = {
+        "distributed_type": "DEEPSPEED", "num_processes": 32, "num_machines": 4, "main_process_ip": "head",
+        "main_process_port": 29500, "machine_rank": 0,
+        "deepspeed_config": {"deepspeed_config_file": "./ds_config.json", "zero3_init_flag": True},
+    }  # fmt: skip
+    small, changes = shrink_accelerate_config(config, ranks=4, nodes=2, deepspeed_config_file="/d/ds.json")
+    assert small == config | {
+        "num_processes": 4,
+        "num_machines": 2,
+        "main_process_ip": "127.0.0.1",
+        "deepspeed_config": {"deepspeed_config_file": "/d/ds.json", "zero3_init_flag": True},
+    }
+    assert len(changes) == 4
+    assert shrink_accelerate_config({}, ranks=2, nodes=1, deepspeed_config_file=None) == ({}, ())
+    key = "parallelism_config_dp_shard_size"
+    axes = {"parallelism_config_dp_replicate_size": 4, key: 8}
+    for processes, shards in ((32, 2), (31, 8)):
+        hybrid = {"num_processes": processes, "parallelism_config": axes}
+        small, _ = shrink_accelerate_config(hybrid, ranks=8, nodes=1, deepspeed_config_file=None)
+        assert small["parallelism_config"][key] == shards and small["num_processes"] == 8
+
+
+def test_training_arguments_change_only_in_their_batch():
+    arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "bf16": True, "optim": "sgd"}
+    strategy = Strategy(engine="ddp", micro_batch_size=2, gradient_accumulation_steps=2)
+    small, changes = shrink_training_arguments(arguments, strategy=strategy)
+    assert small == arguments | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    assert [str(change) for change in changes] == [
+        "per_device_train_batch_size 8 -> 2",
+        "gradient_accumulation_steps 4 -> 2",
+    ]
