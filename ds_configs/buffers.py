@@ -107,6 +107,8 @@ def _stage3_gathers(
 ) -> dict[Moment, Terms]:
     """Gathered parameters (`zero3_gathers.py`), persistent ones, the gradient bucket and what a reduction copies.
 
+    Between modules a coalesced gather holds its flat buffer beside each tensor's copy (partition_parameters.py:795).
+
     A gradient that exceeds the bucket is reduced from where it is; the bucket itself is flattened into a copy.
     Frozen 4-bit weights are gathered packed; counting them in compute precision covers the dequantized copy.
     """
@@ -127,10 +129,13 @@ def _stage3_gathers(
         "after_first_layer": model.largest_layer_unit,
         "embedding_backward": model.embedding_parameters,
     }
+    copied = width * min(zero.reduce_bucket_size, parameters.trainable)
+    fetched = width * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
     for moment, unit in units.items():
-        more[moment]["module_gradients"] = width * min(unit, parameters.largest_trainable)
+        gradients = unit if job.method == "full" else min(unit, parameters.largest_trainable)
+        more[moment]["module_gradients"] = width * gradients
         if moment in REDUCTIONS:
-            more[moment]["reduce_copy"] = width * min(zero.reduce_bucket_size, parameters.trainable)
+            more[moment] |= {"reduce_copy": copied, "prefetch_copies": fetched}
     return at_moments(always, **more)
 
 
@@ -160,6 +165,7 @@ def _fsdp2_units(
     before = layer_gradient if model.tied_embeddings else tail_gradient
     return at_moments(
         {},
+        last_layer_forward=held(kept + 2 * layer, 0),
         forward_end=held(tail + latest, 0),
         loss_backward=held(tail, 0),
         head_backward=held(tail + layer, tail_gradient),

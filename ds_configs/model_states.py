@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from .job import OPTIMIZERS, TrainingJob
 from .model import ModelSpec, lora_parameter_count
 from .moments import PHASES, Moment, Terms, at_moments
-from .partitions import whole_tensors_of_a_partition
+from .partitions import whole_tensors_of_partitions
 from .strategy import Strategy
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -132,9 +132,11 @@ def model_state_terms(
         return _stage0(job, parameters, states)
     if strategy.zero_stage == 3:
         return _stage3(strategy, job, parameters, states)
-    whole = -(-parameters.trainable // strategy.shard_size)
+    shard = -(-parameters.trainable // strategy.shard_size)
+    whole = (shard, shard)
     if job.method == "full":
-        whole = max(whole, whole_tensors_of_a_partition(model, strategy.shard_size))
+        by_rank = whole_tensors_of_partitions(model, strategy.shard_size)
+        whole = (max(shard, *by_rank), max(shard, by_rank[-1]))
     return _stage1_and_2(strategy, job, parameters, states, whole)
 
 
@@ -178,15 +180,16 @@ def _stage0(job: TrainingJob, parameters: RankParameters, states: int) -> dict[M
 
 
 def _stage1_and_2(
-    strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int, whole: int
+    strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int, whole_tensors: tuple[int, int]
 ) -> dict[Moment, Terms]:
-    """`whole` counts the tensors that lie in a rank's partition, in part or entirely.
+    """`whole_tensors` counts those that lie in the fullest and in the last rank's partition, in part or entirely.
 
     Stage 2 allocates their gradients at once when the first arrives (stage_1_and_2.py:2192). The step first takes the
     norm of each in fp64 (stage_1_and_2.py:2684), then flattens them; the flat copy becomes the fp32 one or still lives
     while that is made.
     """
     trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
+    whole, last = whole_tensors
     shard = -(-trainable // ranks)
     fp32_accumulation = strategy.zero.gradient_accumulation_fp32 and width == 2
     rest = {"weights": width * trainable + parameters.frozen_bytes}
@@ -208,7 +211,7 @@ def _stage1_and_2(
     if fp32_accumulation:
         # The partition's buffer is flat already.
         gradients = {"gradients": 4 * shard}
-        return _partition_gradients(strategy, rest, gradients, gradients | foreach)
+        return at_moments(rest, **_partition_gradients(strategy, 4 * shard, 0), step=gradients | foreach)
     flattening = {"fp32_gradients": 4 * shard, "gradients": width * whole}
     if width == 2:
         flattening["flat_gradients"] = 2 * shard
@@ -217,16 +220,27 @@ def _stage1_and_2(
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
     if strategy.zero_stage == 1:
         return at_moments(rest, **growing_gradients(strategy, parameters, full), step=step)
-    return _partition_gradients(strategy, rest, {"gradients": width * whole}, step)
+    return at_moments(rest, **_partition_gradients(strategy, width * whole, width * last), step=step)
 
 
-def _partition_gradients(strategy: Strategy, rest: Terms, gradients: Terms, step: Terms) -> dict[Moment, Terms]:
-    """The gradients of a stage-2 partition live from the first reduction on, which follows the head's backward."""
+def _partition_gradients(strategy: Strategy, whole_bytes: int, last_bytes: int) -> dict[str, Terms]:
+    """Gradients of a stage-2 partition, from its first reduction on, which follows the head's backward.
+
+    While micro-batches accumulate, a rank holds their sum beside the buffer of the current one, which it allocates when
+    the first gradient of its partition arrives; the last rank's come first.
+    """
+    gradients = {"gradients": whole_bytes}
     if strategy.gradient_accumulation_steps > 1:
-        return at_moments(rest, loss=gradients, backward=gradients, step=step)
+        early = {"gradients": max(0, 2 * last_bytes - whole_bytes)}
+        late = {"gradients": whole_bytes if last_bytes else 0}
+        return {
+            "loss": gradients,
+            "backward": gradients,
+            **dict.fromkeys(("last_layer_backward", "after_last_layer"), early),
+            **dict.fromkeys(("first_layer_backward", "after_first_layer", "embedding_backward"), late),
+        }
     reduced = {moment: gradients for moment, phase in PHASES.items() if phase == "backward"}
-    del reduced["head_backward"]
-    return at_moments(rest, **reduced, step=step)
+    return {moment: terms for moment, terms in reduced.items() if moment != "head_backward"}
 
 
 def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:

@@ -8,6 +8,7 @@ from typing import Literal
 Phase = Literal["init", "loss", "backward", "step"]
 Moment = Literal[
     "init",
+    "last_layer_forward",
     "forward_end",
     "loss_backward",
     "head_backward",
@@ -18,14 +19,15 @@ Moment = Literal[
     "embedding_backward",
     "step",
 ]
-"""In their order: the loss while it is computed and while it is differentiated, the output head's weights, the layer
-that comes last in the forward pass and the reduction of its gradients, the same of the layer that comes first, the
-token embedding, the optimizer's update."""
+"""In their order: the forward pass of the last layer, the loss while it is computed and while it is differentiated, the
+output head's weights, the last layer's backward pass and the reduction of its gradients, the same of the first layer,
+the token embedding, the optimizer's update."""
 
 Terms = dict[str, int]
 
 PHASES: Mapping[Moment, Phase] = {
     "init": "init",
+    "last_layer_forward": "loss",
     "forward_end": "loss",
     "loss_backward": "loss",
     "head_backward": "backward",

@@ -8,8 +8,8 @@ from .model import ModelSpec
 
 
 @lru_cache(maxsize=64)
-def whole_tensors_of_a_partition(model: ModelSpec, ranks: int) -> int:
-    """Return the elements of all matrices that lie in the fullest of equal partitions, in part or entirely.
+def whole_tensors_of_partitions(model: ModelSpec, ranks: int) -> tuple[int, ...]:
+    """Return the elements of all matrices that lie in each of equal partitions, in part or entirely.
 
     Matrices are flattened in the order of the model and the result is cut into one partition for each rank
     (`runtime/zero/stage_1_and_2.py`). Vectors, which the Trainer exempts from weight decay, are flattened apart and
@@ -29,4 +29,4 @@ def whole_tensors_of_a_partition(model: ModelSpec, ranks: int) -> int:
         for rank in range(start // partition, -(-end // partition)):
             held[rank] += size
         start = end
-    return max(held)
+    return tuple(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from .activations import ActivationEstimate, Adapter, Attention, Mode, UnknownFamilyError, estimate_activations
 from .buffers import buffer_terms
@@ -42,7 +43,12 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             return estimate(micro_batch_size, mode, adapter_name(job))
         except UnknownFamilyError:
             # Full training keeps at least what adapters on frozen weights keep.
-            return estimate(micro_batch_size, mode, "none")
+            full = estimate(micro_batch_size, mode, "none")
+            if mode != "bf16_autocast" or job.method == "full":
+                return full
+            # Under autocast the frozen weights are 16-bit and only the adapters are copied.
+            copies = full.autocast_weight_copy_bytes_per_parameter
+            return replace(estimate(micro_batch_size, "bf16", "none"), autocast_weight_copy_bytes_per_parameter=copies)
 
     return source
 
@@ -88,10 +94,12 @@ def moment_terms(
     if job.teacher is not None:
         share = strategy.shard_size if strategy.shards_parameters else 1
         constant["teacher_weights"] = -(-job.teacher.parameter_count * job.compute_bytes // share)
+    traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
     parts = (
         model_state_terms(strategy, model, job, parameters),
         buffer_terms(strategy, model, job, parameters),
-        _activation_terms(strategy, model, job, parameters, source),
+        _activation_terms(strategy, model, job, traced),
+        _weight_copies(strategy, model, job, parameters, traced.autocast_weight_copy_bytes_per_parameter),
     )
     combined: dict[Moment, Terms] = {}
     for moment in parts[0]:
@@ -104,40 +112,35 @@ def moment_terms(
 
 
 def _activation_terms(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, source: ActivationSource
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
 ) -> dict[Moment, Terms]:
-    """Activations, what autocast and adapters copy, and the loss.
+    """Activations and the loss.
 
     All layers' activations live until the last layer's backward; the first layer's finds only its own.
     """
-    traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
     layers, ranks = model.dimensions.num_layers, strategy.sp * strategy.cp
     per_layer, transient = _layer_bytes(strategy, model, job, traced)
     transient_terms = {"backward_transient": transient // ranks, **_dequantized(model, job)}
-    copies = _weight_copies(model, job, parameters, traced)
-    one_layers = {name: count // max(1, layers) for name, count in copies.items()}
-    # With checkpointing they die with their layer's forward pass, autocast's with the whole one; the backward pass
-    # makes them again layer by layer.
-    backward_copies = one_layers if strategy.gradient_checkpointing else copies
-    loss_copies = dict(copies)
-    if strategy.gradient_checkpointing:
-        loss_copies.pop("adapted_expert_copies", None)
 
     def kept(count: int) -> Terms:
         return {"activations": (count * per_layer + traced.outside_layer_bytes) // ranks}
 
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
     logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss == "eager" else 0
-    loss = kept(layers) | loss_copies | _dequantized(model, job) | _loss_extras(strategy, model, job, tokens)
+    forward = kept(layers)
+    if strategy.gradient_checkpointing:
+        forward |= {"forward_transient": traced.forward_transient_bytes // ranks}
+    loss = kept(layers) | _dequantized(model, job) | _loss_extras(strategy, model, job, tokens)
     return at_moments(
         {},
+        last_layer_forward=forward,
         forward_end=loss | {"loss": traced.loss_forward_peak_bytes // ranks},
         loss_backward=loss | {"loss": traced.loss_backward_peak_bytes // ranks},
-        head_backward=kept(layers) | loss_copies | {"loss": logit_gradient},
-        last_layer_backward=kept(layers) | backward_copies | transient_terms,
-        after_last_layer=kept(layers - 1) | backward_copies,
-        first_layer_backward=kept(1) | one_layers | transient_terms,
-        after_first_layer=kept(0) | one_layers,
+        head_backward=kept(layers) | {"loss": logit_gradient},
+        last_layer_backward=kept(layers) | transient_terms,
+        after_last_layer=kept(layers - 1),
+        first_layer_backward=kept(1) | transient_terms,
+        after_first_layer=kept(0),
     )
 
 
@@ -150,21 +153,47 @@ def _layer_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, traced:
     return traced.saved_bytes_per_layer + dropout_masks, traced.backward_transient_bytes
 
 
-def _weight_copies(model: ModelSpec, job: TrainingJob, parameters: RankParameters, traced: ActivationEstimate) -> Terms:
+def _weight_copies(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, copy_bytes: int
+) -> dict[Moment, Terms]:
     """Copies of weights that the forward pass makes and the backward pass needs.
 
-    Frozen weights are 16-bit already; with adapters only those are fp32 and copied by autocast. PEFT computes an
-    adapted expert's weight as base + update and keeps the sum.
+    Autocast copies fp32 matrices: with adapters only those, since frozen weights are 16-bit already. PEFT computes an
+    adapted expert's weight as base + update and keeps the sum. With checkpointing such sums die with their layer's
+    forward pass, autocast's copies with the whole one, and the backward pass makes both again layer by layer.
     """
-    fp32_matrices = parameters.trainable
+    matrices = parameters.trainable
     if job.method == "full":
-        fp32_matrices = model.linear_parameters(include_head=True)
-        fp32_matrices += model.embedding_parameters if model.tied_embeddings else 0
-    copies = {"autocast_weight_copies": traced.autocast_weight_copy_bytes_per_parameter * fp32_matrices}
-    if job.method != "full":
-        experts = sum(p.total for p in adapted_experts(model, job.lora_targets) if p.kind == "experts")
-        copies["adapted_expert_copies"] = job.compute_bytes * experts
-    return copies
+        matrices = model.linear_parameters(include_head=True)
+        matrices += model.embedding_parameters if model.tied_embeddings else 0
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
+    experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
+    layers = max(1, model.dimensions.num_layers)
+    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
+    one_layer = {name: count // layers for name, count in all_layers.items()}
+    making = {"adapted_expert_update": _update_bytes(experts)}
+    if not strategy.gradient_checkpointing:
+        return at_moments(
+            {},
+            loss=all_layers,
+            last_layer_forward=making,
+            **dict.fromkeys(("head_backward", "last_layer_backward", "after_last_layer"), all_layers),
+            **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
+        )
+    autocast = {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
+    again = one_layer | making
+    return at_moments(
+        {},
+        last_layer_forward={**again, **autocast},
+        **dict.fromkeys(("forward_end", "loss_backward", "head_backward"), autocast),
+        **dict.fromkeys(("last_layer_backward", "first_layer_backward"), again),
+    )
+
+
+def _update_bytes(experts: list[int]) -> int:
+    """Bytes of the update from which PEFT makes a layer's sums one after the other, beyond all sums together."""
+    fullest = max((sum(experts[: index + 1]) + count for index, count in enumerate(experts)), default=0)
+    return fullest - sum(experts)
 
 
 def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:

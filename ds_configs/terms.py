@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
+
+Role = Literal["weights", "gradients", "optimizer", "activations", "buckets", "other"]
 
 TERM_MEANINGS: Mapping[str, str] = {
     "weights": "parameters in the dtype that the engine keeps: 4 B under autocast and FSDP2, 2 B in 16-bit DeepSpeed, "
@@ -13,22 +16,27 @@ TERM_MEANINGS: Mapping[str, str] = {
     "fp32_gradients": "fp32 copy of 16-bit gradients during the step; in stage 3 one sub-group at a time",
     "gradient_buckets": "DDP's reduction buckets, as large as all gradients, kept beside them",
     "optimizer_states": "Adam: 8 B of trainable elements (fp32 moments), divided by the ranks from stage 1 on",
-    "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stages 1 and 2 the "
-    "flattened 16-bit gradients live beside their fp32 copy",
-    "offload_staging": "a buffer of the largest tensor through which gradients leave for the host, and in the "
-    "backward pass the gradient on its way",
+    "flat_gradients": "stages 1 and 2 flatten their partition's 16-bit gradients while the originals live",
+    "norm_copy": "stages 1 and 2 take the norm of each gradient in fp64: 8 B of the largest tensor in a partition",
+    "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened "
+    "16-bit gradients of a sub-group",
+    "offload_staging": "a buffer of the largest tensor through which gradients leave for the host",
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
     "reduce_bucket": "the one persistent bucket of stage 3: reduce_bucket_size elements",
-    "reduce_copy": "the flattened copy that a reduction makes of its bucket",
+    "reduce_copy": "the flattened copy that a reduction makes of its bucket; with offload in stages 1 and 2 the clone "
+    "of a gradient larger than the bucket, or the fp64 copy for its norm",
     "gathered_parameters": "parameters gathered for use: the current unit and what prefetch ran ahead to "
-    "(ZeRO-3: up to stage3_max_live_parameters and one tensor more; FSDP2: one layer)",
+    "(ZeRO-3: DeepSpeed's fetch queue replayed; FSDP2: the unit in use, the next one's buffer, the kept tail)",
     "prefetch_copies": "a coalesced gather holds its flat buffer and each tensor's copy at once",
     "persistent_parameters": "tensors of at most stage3_param_persistence_threshold elements, on every rank",
-    "module_gradients": "full gradients of the gathered unit before they enter the bucket",
+    "module_gradients": "full gradients that are not reduced yet: of the module in use, and of tensors larger than the "
+    "bucket",
     "unit_gradients": "FSDP2: unsharded gradients of a unit and their reduce-scatter input",
     "activations": "layers * bytes kept per layer, traced; with checkpointing the layers' inputs",
     "autocast_weight_copies": "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
     "adapted_expert_copies": "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
+    "forward_transient": "what one checkpointed layer needs while it runs and does not keep",
+    "adapted_expert_update": "the update that LoRA adds to an expert matrix, while the sum is made",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
     "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak",
     "head_gradient": "a chunked loss computes the head's gradient already in the forward pass",
@@ -51,6 +59,44 @@ TERM_MEANINGS: Mapping[str, str] = {
     "nvme_parameter_buffers": "pinned buffers: buffer_count * buffer_size in compute precision",
 }
 """One sentence for each term, by name."""
+
+TERM_ROLES: Mapping[str, Role] = {
+    "weights": "weights",
+    "secondary_weights": "weights",
+    "teacher_weights": "weights",
+    "offloaded_parameters": "weights",
+    "dequantized_weight": "weights",
+    "master_weights": "optimizer",
+    "optimizer_states": "optimizer",
+    "optimizer_transient": "optimizer",
+    "offloaded_master_weights": "optimizer",
+    "offloaded_optimizer_states": "optimizer",
+    "gradients": "gradients",
+    "fp32_gradients": "gradients",
+    "flat_gradients": "gradients",
+    "norm_copy": "gradients",
+    "module_gradients": "gradients",
+    "unit_gradients": "gradients",
+    "head_gradient": "gradients",
+    "offloaded_gradients": "gradients",
+    "gradient_buckets": "buckets",
+    "reduce_buckets": "buckets",
+    "reduce_bucket": "buckets",
+    "reduce_copy": "buckets",
+    "offload_staging": "buckets",
+    "gathered_parameters": "buckets",
+    "prefetch_copies": "buckets",
+    "persistent_parameters": "buckets",
+    "activations": "activations",
+    "autocast_weight_copies": "activations",
+    "adapted_expert_copies": "activations",
+    "adapted_expert_update": "activations",
+    "forward_transient": "activations",
+    "backward_transient": "activations",
+    "loss": "activations",
+    "teacher_logits": "activations",
+}
+"""What a tensor term is for, in the roles that the byte meter tells apart; every other term is `other`."""
 
 STRATEGY_MEANINGS: Mapping[str, str] = {
     "single": "one process on one accelerator: fp32 weights under autocast, nothing sharded",

@@ -63,7 +63,8 @@ def _turns(model: ModelSpec, zero: ZeroOptions, checkpointing: bool) -> list[tup
         [tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))
     ]
     turns: list[tuple[_Unit, Moment | None]] = [((), None), *((unit, None) for unit in embeddings)]
-    turns += [(unit, None) for layer in layers for unit in layer]
+    turns += [(unit, None) for layer in layers[:-1] for unit in layer]
+    turns += [(unit, "last_layer_forward") for unit in layers[-1]]
     turns += [(unit, None) for unit in tail]
     turns.append(((), "forward_end"))
     turns += [(unit, "head_backward") for unit in reversed(tail)]

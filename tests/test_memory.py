@@ -18,7 +18,7 @@ from shardwright.ds_configs.memory import estimate_memory
 from shardwright.ds_configs.model import lora_parameter_count
 from shardwright.ds_configs.model_states import model_state_terms, rank_parameters
 from shardwright.ds_configs.moments import fullest_by_phase
-from shardwright.ds_configs.partitions import whole_tensors_of_a_partition
+from shardwright.ds_configs.partitions import whole_tensors_of_partitions
 from shardwright.ds_configs.strategy import Strategy, ZeroOptions
 from shardwright.ds_configs.terms import TERM_MEANINGS
 
@@ -81,7 +81,7 @@ def test_states_equal_the_measured_table(name, precision, accumulation, ranks):
     assert step(ranks) * (1 - 1e-4) <= found["step"] <= step(ranks) * (1 + 1e-4) + straddling
 
 
-def test_whole_tensors_of_a_partition_equal_a_count_element_by_element():
+def test_whole_tensors_of_partitions_equal_a_count_element_by_element():
     model = llama(num_hidden_layers=3, hidden_size=8, intermediate_size=20, vocab_size=11, num_key_value_heads=8)
     layer = [64, 64, 64, 64, 160, 160, 160]
     owner = [index for index, size in enumerate([88, *layer * 3, 88]) for _ in range(size)]
@@ -89,8 +89,8 @@ def test_whole_tensors_of_a_partition_equal_a_count_element_by_element():
     for ranks in (1, 2, 3, 5, 8):
         length = -(-len(owner) // ranks)
         partitions = [owner[rank * length : (rank + 1) * length] for rank in range(ranks)]
-        expected = max(sum(sizes[tensor] for tensor in set(partition)) for partition in partitions)
-        assert whole_tensors_of_a_partition(model, ranks) == expected
+        expected = tuple(sum(sizes[tensor] for tensor in set(partition)) for partition in partitions)
+        assert whole_tensors_of_partitions(model, ranks) == expected
 
 
 def test_the_norm_of_a_large_tensor_is_the_peak_of_a_step_over_many_ranks():

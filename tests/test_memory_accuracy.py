@@ -1,0 +1,32 @@
+"""The memory model against the metered peaks of real training runs, which `benchmarks/memory_accuracy.py` stored."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+from memory_accuracy import DOCUMENT, MEASURED, Row, rows, verdict
+from memory_cases import VALUES, Case, grid, pairs
+
+
+def stored() -> list[Row]:
+    return rows(json.loads(MEASURED.read_text(encoding="utf-8")))
+
+
+def test_predictions_meet_the_metered_peaks() -> None:
+    passed, sentence = verdict(stored())
+    assert passed, sentence
+    assert f"{sentence}." in DOCUMENT.read_text(encoding="utf-8"), "the document shows other figures"
+
+
+def test_the_stored_measurements_are_the_grid() -> None:
+    assert sorted(row.case.name for row in stored()) == sorted(case.name for case in grid())
+
+
+def test_every_legal_pair_of_values_occurs_in_the_grid() -> None:
+    cases = grid()
+    every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
+    wanted = {pair for case in every if case.is_legal for pair in pairs(case)}
+    assert wanted == {pair for case in cases for pair in pairs(case)}
+    assert len(cases) >= 60
+    assert len(set(cases)) == len(cases)
