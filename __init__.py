@@ -2,6 +2,8 @@
 
 >>> import shardwright
 >>> shardwright.plan("config.json", "8xA100-80GB").write("plan")  # doctest: +SKIP
+>>> shardwright.rehearse("plan").passed  # doctest: +SKIP
+True
 """
 
 from __future__ import annotations
@@ -13,11 +15,17 @@ if TYPE_CHECKING:
     from .ds_configs.job import TrainingJob
     from .ds_configs.plan import Plan
     from .plugins.planning import plan
+    from .trainers.rehearsal import rehearse
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "TrainingJob", "__version__", "plan"]
+__all__ = ["Plan", "TrainingJob", "__version__", "plan", "rehearse"]
 
-_HOMES = {"Plan": ".ds_configs.plan", "TrainingJob": ".ds_configs.job", "plan": ".plugins.planning"}
+_HOMES = {
+    "Plan": ".ds_configs.plan",
+    "TrainingJob": ".ds_configs.job",
+    "plan": ".plugins.planning",
+    "rehearse": ".trainers.rehearsal",
+}
 
 
 def __getattr__(name: str) -> Any:

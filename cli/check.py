@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.check import Finding, check_pair, check_text, detect_kind, parse_report
-from ..ds_configs.check.parsing import MAXIMUM_BYTES
-from ..ds_configs.check.report import Report
-from ..ds_configs.check.tree import Node
+from ..ds_configs.check import Finding
+from ..ds_configs.check.files import run_check
 from ..ds_configs.errors import Fault, UsageError
-
-_NAMED_FILE = "deepspeed_config.deepspeed_config_file"
 
 
 def check_command(
@@ -56,34 +51,6 @@ def check_command(
     return 2 if errors else 0
 
 
-def run_check(paths: list[Path], *, world_size: int | None, uses_transformers: bool) -> tuple[Finding, ...]:
-    """Check each file, and each Accelerate YAML together with the DeepSpeed JSON that it names.
-
-    Files are read, never written; a path that cannot be read is a finding, not an exception. A DeepSpeed
-    JSON that a checked YAML names is checked once, for the number of processes that the YAML starts.
-    """
-    findings: list[Finding] = []
-    contents: dict[Path, bytes] = {}
-    for path in dict.fromkeys(paths):
-        content = read_config(path)
-        if isinstance(content, Finding):
-            findings.append(content)
-        else:
-            contents[path] = content
-    in_pairs: set[str] = set()
-    for path, content in contents.items():
-        found, named = _check_named(path, content, world_size, uses_transformers)
-        findings += found
-        if named is not None:
-            in_pairs.add(os.path.realpath(named))
-    for path, content in contents.items():
-        if os.path.realpath(path) not in in_pairs:
-            findings += check_text(
-                content, filename=str(path), world_size=world_size, uses_transformers=uses_transformers
-            )
-    return tuple(findings)
-
-
 def findings_as_dicts(findings: tuple[Finding, ...]) -> list[dict[str, Any]]:
     """Return findings as JSON-ready mappings with the keys kind, where, value, rule, fix and message."""
     return [
@@ -97,67 +64,6 @@ def findings_as_dicts(findings: tuple[Finding, ...]) -> list[dict[str, Any]]:
         }
         for finding in findings
     ]
-
-
-def read_config(path: Path) -> bytes | Finding:
-    """Return the bytes of a regular file of at most 1 MiB, or the reason why there are none."""
-    try:
-        if path.is_dir():
-            return _refused(path, "is a directory", "name the file in it")
-        if not path.exists():
-            return _refused(path, "does not exist", "check the spelling and the directory")
-        if not path.is_file():
-            return _refused(path, "is not a regular file")
-        with path.open("rb") as stream:
-            content = stream.read(MAXIMUM_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return _refused(path, f"cannot be read: {reason}")
-    if len(content) > MAXIMUM_BYTES:
-        return _refused(path, f"is larger than {MAXIMUM_BYTES} bytes, which no configuration is")
-    return content
-
-
-def _check_named(
-    path: Path, content: bytes, world_size: int | None, uses_transformers: bool
-) -> tuple[list[Finding], Path | None]:
-    """Check the DeepSpeed JSON that an Accelerate YAML names; return its path when it was checked."""
-    launch, _ = parse_report(content, str(path))
-    if launch is None or detect_kind(launch, str(path)) != "accelerate":
-        return [], None
-    report = Report(launch, str(path))
-    name = report.text(_NAMED_FILE)
-    if not name:
-        return [], None
-    named = _locate(path, name, report)
-    config = read_config(named)
-    if isinstance(config, Finding):
-        rule = "names a file that " + config.fault.rule
-        report.error(_NAMED_FILE, rule, "the path is taken from the directory of the launch")
-        return report.findings, None
-    tree, findings = parse_report(config, str(named))
-    if tree is None:
-        return report.findings + findings, named
-    pair: tuple[tuple[Node, str], tuple[Node, str]] = ((launch, str(path)), (tree, str(named)))
-    checked = check_pair(*pair, world_size=world_size, uses_transformers=uses_transformers)
-    return [*report.findings, *findings, *checked], named
-
-
-def _locate(path: Path, name: str, report: Report) -> Path:
-    """Return the named file; Accelerate looks in the working directory, never beside the YAML."""
-    try:
-        beside = path.parent / name
-        if not Path(name).exists() and beside.exists():
-            rule = "is read from the directory of the launch, and the file lies beside this YAML"
-            report.warning(_NAMED_FILE, rule, f"launch from {path.parent}, or write an absolute path")
-            return beside
-    except (OSError, ValueError):
-        pass
-    return Path(name)
-
-
-def _refused(path: Path, rule: str, fix: str = "") -> Finding:
-    return Finding(kind="error", fault=Fault(where=str(path), rule=rule, fix=fix))
 
 
 def _json_value(value: object) -> object:

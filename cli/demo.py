@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +15,7 @@ from ..ds_configs.render.launch import launch_arguments
 from ..ds_configs.render.write import write_files
 
 TIME_LIMIT_SECONDS = 900
-"""A first run compiles DeepSpeed's shared-memory collective, which takes a minute or two."""
+"""Of the training alone; DeepSpeed's operators are compiled before it."""
 
 SMALL_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -86,6 +83,9 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
     Raises:
         ShardwrightError: the launch fails or exceeds its time limit.
     """
+    from ..plugins.compiled_operators import needed_operators, prepare_operators
+    from ..plugins.launching import python_arguments, run
+
     losses = output_dir / "losses.json"
     losses.unlink(missing_ok=True)
     command = [
@@ -96,23 +96,9 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
         "--losses-json",
         str(losses.absolute()),
     ]
-    # This interpreter's launcher and ninja come first: another ninja would rebuild DeepSpeed's operators each time.
-    programs = Path(sys.executable).parent
-    environment = os.environ | {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    if (programs / command[0]).exists():
-        command[0] = str(programs / command[0])
-    try:
-        finished = subprocess.run(command, env=environment, timeout=TIME_LIMIT_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise ShardwrightError(
-            f"the launch took over {TIME_LIMIT_SECONDS} s; a lock file of a killed build in TORCH_EXTENSIONS_DIR "
-            "(default ~/.cache/torch_extensions) makes every later build wait: delete it"
-        ) from None
-    if finished.returncode != 0:
-        raise ShardwrightError(f"the launch ended with exit code {finished.returncode}; its output is above")
+    operators = needed_operators(offload_optimizer=False, nvme=False, optimizer=plan.job.optimizer)
+    prepare_operators(operators, notify=print)
+    run(python_arguments(command), timeout_seconds=TIME_LIMIT_SECONDS, on_line=lambda line: print(line, flush=True))
     record: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
     if record["world_size"] != plan.hardware.world_size:
         raise ShardwrightError(f"{record['world_size']} ranks trained, the plan says {plan.hardware.world_size}")

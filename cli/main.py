@@ -20,6 +20,8 @@ _COMMANDS = {
     "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
     "check": ("check:check_command", "Find every fault in DeepSpeed JSON and Accelerate YAML files."),
     "explain": ("explain:explain_command", "Explain a written plan, or one term, strategy or rule."),
+    "calibrate": ("calibrate:calibrate_command", "Store what a run measured, so that later plans know it."),
+    "rehearse": ("rehearse:rehearse_command", "Launch a plan's files on CPU ranks with a small model, and check them."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),
     "env": ("env:env_command", "Print versions and hardware to paste into a report."),
     "schema": ("schema:schema_command", "Print the JSON schema of the files that Shardwright reads and writes."),

@@ -39,6 +39,7 @@ def plan_command(
     offload: OffloadName | None = None,
     loss: LossImplementation | None = None,
     teacher: str | None = None,
+    calibration: bool = True,
     revision: str | None = None,
     trust_remote_code: Annotated[bool, Parameter(negative="")] = False,
     config: Path | None = None,
@@ -89,6 +90,8 @@ def plan_command(
         chunked never materialises the logits of all tokens. Default eager.
     teacher
         A frozen second model for distillation.
+    calibration
+        Let runs that `shardwright calibrate` stored narrow the memory interval.
     revision
         Branch, tag or commit of a Hub model; the plan pins the commit.
     trust_remote_code
@@ -112,7 +115,7 @@ def plan_command(
     if dry_run and not as_json:
         _show_settings(settings)
     try:
-        plan = _make_plan(model, settings.values)
+        plan = _make_plan(model, settings.values, calibration=calibration)
     except PlanDoesNotFitError as error:
         if as_json:
             print(json.dumps(_does_not_fit(error), indent=2))
@@ -134,14 +137,15 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _make_plan(model: str, settings: PlanSettings) -> Plan:
+def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan:
     from ..plugins.models import load_model
     from ..plugins.planning import plan
 
     cluster = _hardware(settings)
     teacher = load_model(settings.teacher).spec if settings.teacher else None
     loaded = load_model(model, revision=settings.revision)
-    return plan(loaded, cluster, job_from_settings(settings, teacher), notify=_note)
+    job = job_from_settings(settings, teacher)
+    return plan(loaded, cluster, job, calibration="user" if calibration else None, notify=_note)
 
 
 def _hardware(settings: PlanSettings) -> HardwareSpec:

@@ -17,7 +17,7 @@ from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision,
 from ..ds_configs.model import ModelSpec
 
 ENVIRONMENT_PREFIX = "SHARDWRIGHT_"
-_NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG"})
+_NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR"})
 
 
 class PlanSettings(BaseModel):

@@ -71,14 +71,15 @@ def _host_line(plan: PlanData) -> str:
 
 def memory_bar(gpu: GpuMemory) -> Text:
     """Return a bar of the accelerator's memory, one colour for each large term, with the interval's end."""
-    scale = max(gpu.capacity_bytes, gpu.high_bytes, 1)
+    scale = max(gpu.capacity_bytes, gpu.high_bytes, sum(max(0, count) for count in gpu.terms.values()), 1)
     bar = Text("[")
     used = 0
     for index, (_, count) in enumerate(sorted(gpu.terms.items(), key=lambda item: -item[1])):
         width = round((used + count) / scale * _BAR_WIDTH) - round(used / scale * _BAR_WIDTH)
         bar.append("█" * width, style=_COLOURS[index % len(_COLOURS)])
-        used += count
-    high = round(gpu.high_bytes / scale * _BAR_WIDTH) - round(used / scale * _BAR_WIDTH)
+        # Measured runs can make the allocator's term negative, which a bar cannot show.
+        used += max(0, count)
+    high = max(0, round(gpu.high_bytes / scale * _BAR_WIDTH) - round(used / scale * _BAR_WIDTH))
     free = _BAR_WIDTH - round(used / scale * _BAR_WIDTH) - high
     bar.append("▒" * high, style="dim")
     bar.append("·" * free + "]")

@@ -58,11 +58,12 @@ def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean
 def _stage1_and_2_buckets(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
-    """Buckets are allocated when the first gradient arrives and released by the reduction.
+    """Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket.
 
     Stage 1 reduces only at the end of accumulation, so that its buckets live through the forward passes before. A
-    reduction copies its bucket. A gradient that exceeds the bucket waits beside it for the next one; offload clones
-    such a gradient and takes the norm of each in fp64 (stage_1_and_2.py:1439, 1905).
+    bucket is full somewhere inside a layer's backward. A gradient that exceeds it waits beside it for the next one;
+    offload clones such a gradient and takes the norm of each in fp64 (stage_1_and_2.py:1439, 1905). A tied head's
+    gradient waits in autograd for the embedding's.
     """
     width = job.compute_bytes
     if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
@@ -70,36 +71,40 @@ def _stage1_and_2_buckets(
     size, offload = strategy.zero.reduce_bucket_size, strategy.offload_optimizer != "none"
     shard = -(-parameters.trainable // strategy.shard_size)
     buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
-    kept = buckets if strategy.zero_stage == 1 and strategy.gradient_accumulation_steps > 1 else {}
+    accumulating = strategy.gradient_accumulation_steps > 1
+    kept = buckets if strategy.zero_stage == 1 and accumulating else {}
+    # Stage 1 counts whole gradients anyway, except where they leave for the host at once.
+    counted = strategy.zero_stage == 1 and not (offload and not accumulating)
     head, layer, embedding = _reduced_units(model, parameters)
+    tied = head if model.tied_embeddings else 0
 
     def reduction(unit: int, waiting: int) -> Terms:
         oversized = unit > size
         copied = width * unit if oversized and offload else 0 if oversized else width * size
         if offload:
             copied = max(copied, 8 * min(unit, shard))
-        # Stage 1 counts whole gradients anyway.
-        unreduced = unit + (waiting if waiting > size else 0) if strategy.zero_stage == 2 else 0
+        unreduced = 0 if counted else tied + unit + (waiting if waiting > size else 0)
         return buckets | {"reduce_copy": copied, "module_gradients": width * unreduced}
 
+    last = reduction(layer, layer) if tied else reduction(max(head, layer), layer)
+    first = reduction(layer, layer)
     return at_moments(
         {},
         loss=kept,
-        head_backward={"module_gradients": width * head if strategy.zero_stage == 2 else 0},
-        last_layer_backward=buckets,
-        after_last_layer=reduction(layer, max(head, layer)),
-        first_layer_backward=buckets,
-        after_first_layer=reduction(layer, layer),
+        head_backward={"module_gradients": 0 if counted else width * head},
+        last_layer_backward=last,
+        after_last_layer=last,
+        first_layer_backward=first,
+        after_first_layer=first,
         embedding_backward=reduction(embedding, layer),
     )
 
 
 def _reduced_units(model: ModelSpec, parameters: RankParameters) -> tuple[int, int, int]:
-    """Elements of the largest gradient of head, layers and embedding; a tied head's waits for the embedding's."""
-    head = 0 if model.tied_embeddings else parameters.trainable_tail
-    units = (head, model.largest_layer_parameter, model.embedding_parameters)
+    """Elements of the largest gradient of head, layers and embedding."""
     most = parameters.largest_trainable
-    return min(units[0], most), min(units[1], most), min(units[2], most)
+    head = model.embedding_parameters if model.tied_embeddings else model.tail_parameters
+    return min(head, most), min(model.largest_layer_parameter, most), min(model.embedding_parameters, most)
 
 
 def _stage3_gathers(
@@ -121,13 +126,16 @@ def _stage3_gathers(
     always = {"persistent_parameters": width * persistent, "reduce_bucket": width * zero.reduce_bucket_size}
     held = gathered_elements(model, zero, checkpointing=strategy.gradient_checkpointing)
     more = {moment: {"gathered_parameters": width * count} for moment, count in held.items()}
+    # A tied head's gradient waits in autograd for the embedding's.
+    tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
+    in_layer = model.largest_layer_unit + tied
     units: dict[Moment, int] = {
         "head_backward": parameters.trainable_tail,
-        "last_layer_backward": model.largest_layer_unit,
-        "after_last_layer": model.largest_layer_unit,
-        "first_layer_backward": model.largest_layer_unit,
-        "after_first_layer": model.largest_layer_unit,
-        "embedding_backward": model.embedding_parameters,
+        "last_layer_backward": in_layer,
+        "after_last_layer": in_layer,
+        "first_layer_backward": in_layer,
+        "after_first_layer": in_layer,
+        "embedding_backward": model.embedding_parameters + tied,
     }
     copied = width * min(zero.reduce_bucket_size, parameters.trainable)
     fetched = width * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])

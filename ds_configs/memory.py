@@ -46,8 +46,8 @@ RESERVED_OVER_ALLOCATED = Interval(low=1.007, middle=1.038, high=1.093)
 """Allocator blocks over tensor bytes: minimum, median and maximum of 344 ranks measured on B200 (SimuMax v1.2)."""
 
 
-ALLOCATED_OVER_PREDICTED = Interval(low=0.96, middle=1.0, high=1.04)
-"""Tensor bytes over their prediction: the largest errors of 64 metered runs, rounded outwards
+ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
+"""Tensor bytes over their prediction: the largest errors of metered runs, rounded outwards
 (docs/memory_accuracy.md)."""
 
 RESERVED_OVER_PREDICTED = (

@@ -199,7 +199,7 @@ def _stage1_and_2(
         rest["offload_staging"] = width * parameters.largest_trainable
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
-        if strategy.zero_stage == 1:
+        if strategy.zero_stage == 1 and strategy.gradient_accumulation_steps > 1:
             # They have left for the host when the step begins.
             return at_moments(rest, **growing_gradients(strategy, parameters, full))
         return at_moments(rest)

@@ -72,9 +72,9 @@ TERM_ROLES: Mapping[str, Role] = {
     "offloaded_master_weights": "optimizer",
     "offloaded_optimizer_states": "optimizer",
     "gradients": "gradients",
-    "fp32_gradients": "gradients",
-    "flat_gradients": "gradients",
-    "norm_copy": "gradients",
+    "fp32_gradients": "optimizer",
+    "flat_gradients": "optimizer",
+    "norm_copy": "optimizer",
     "module_gradients": "gradients",
     "unit_gradients": "gradients",
     "head_gradient": "gradients",
@@ -96,7 +96,9 @@ TERM_ROLES: Mapping[str, Role] = {
     "loss": "activations",
     "teacher_logits": "activations",
 }
-"""What a tensor term is for, in the roles that the byte meter tells apart; every other term is `other`."""
+"""What a tensor term is for, in the roles that the byte meter tells apart; every other term is `other`.
+
+What lives in the step alone counts for the optimizer."""
 
 STRATEGY_MEANINGS: Mapping[str, str] = {
     "single": "one process on one accelerator: fp32 weights under autocast, nothing sharded",

@@ -10,6 +10,8 @@ Seen with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.1
 - ``AcceleratorState`` turns on FSDP only for ``MULTI_<accelerator>`` types. On CPU ranks it drops the FSDP
   plugin without a word and the Trainer trains plain DDP.
 - ``TrainingArguments(bf16=True)`` on such a host needs ``use_cpu=True``.
+- Under DDP the device of a CPU rank is ``cpu:0``, which the Trainer gives to ``torch.load`` when it resumes, and torch
+  knows the location ``cpu`` alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 from ..ds_configs.errors import Fault, ShardwrightError, UsageError
@@ -53,6 +56,7 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
     if "LOCAL_RANK" not in os.environ:
         return {"use_cpu": True}
     if engine == "ddp":
+        _accept_indexed_cpu()
         return {"use_cpu": True}
     if engine == "fsdp2":
         _refuse_fsdp1()
@@ -68,6 +72,38 @@ def engine_from_environment() -> Engine:
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
         return "deepspeed"
     return "fsdp2" if _is_set("ACCELERATE_USE_FSDP") else "ddp"
+
+
+@cache
+def _accept_indexed_cpu() -> None:
+    """Let ``torch.load`` put what is mapped to ``cpu:0`` on the CPU, so that DDP ranks resume from checkpoints."""
+    from torch.serialization import register_package
+
+    def on_cpu(storage: Any, location: str) -> Any:
+        return storage if location.startswith("cpu:") else None
+
+    register_package(15, lambda storage: None, on_cpu)
+
+
+def forget_last_run() -> None:
+    """Bring the singletons of Accelerate, Transformers and DeepSpeed back to a fresh process; the process group stays.
+
+    Several Trainers of different engines can then train one after the other. ZeRO-3 replaces
+    ``torch.nn.functional.linear`` for the whole process and leaves it so (deepspeed 0.19.8, partition_parameters.py).
+    """
+    import gc
+
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        os.environ.pop(name, None)
+    torch.nn.functional.linear = torch._C._nn.linear
+    gc.collect()
 
 
 def _start_gloo_state(*, deepspeed: bool) -> None:

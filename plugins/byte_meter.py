@@ -20,8 +20,9 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ds_configs.terms import Role
+
 MeterPhase = Literal["init", "forward", "loss", "backward", "step", "other"]
-Role = Literal["weights", "gradients", "optimizer", "activations", "buckets", "other"]
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_configs.errors import Fault, UsageError
+from .deepspeed_nvme import restore_optimizer_states_from_nvme
 from .transformers import deepspeed_configuration
 
 
@@ -20,8 +21,8 @@ def has_libaio() -> bool:
     return any((Path(root) / "libaio.h").exists() for root in roots)
 
 
-def check_nvme_support(arguments: Any) -> None:
-    """Refuse a configuration with NVMe offload on a host that cannot build `async_io`.
+def prepare_nvme_offload(arguments: Any) -> None:
+    """Refuse NVMe offload on a host that cannot build `async_io`, and let such a run resume with its states.
 
     `arguments` are `TrainingArguments`.
 
@@ -32,7 +33,10 @@ def check_nvme_support(arguments: Any) -> None:
     zero = configuration.get("zero_optimization", {})
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
     wanted = any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections)
-    if wanted and not has_libaio():
+    if not wanted:
+        return
+    restore_optimizer_states_from_nvme()
+    if not has_libaio():
         raise UsageError(
             Fault(
                 where="zero_optimization",

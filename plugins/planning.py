@@ -7,16 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from ..ds_configs.activations import ActivationEstimate, Mode
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.calibration import Calibration
+from ..ds_configs.errors import Fault, ShardwrightError, UsageError
 from ..ds_configs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ..ds_configs.job import TrainingJob
-from ..ds_configs.memory import ActivationSource, activations_are_stored
 from ..ds_configs.plan import Plan, make_plan
+from ..ds_configs.tensor_terms import ActivationSource, activations_are_stored
 from .models import LoadedModel, load_model
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
@@ -31,12 +32,14 @@ def plan(
     job: TrainingJob | None = None,
     *,
     revision: str | None = None,
+    calibration: Calibration | Literal["user"] | None = "user",
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """Choose a strategy for a model on some hardware.
 
     `model` is a Hub id, a directory, a `config.json` or an already loaded model; `hardware` a name such as
-    `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`. `notify` receives remarks while planning.
+    `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`. `calibration` holds measured runs to learn from, by
+    default those that `shardwright calibrate` stored for this user. `notify` receives remarks while planning.
 
     Raises:
         UsageError: a name, value or combination cannot be used.
@@ -59,7 +62,25 @@ def plan(
     if not activations_are_stored(loaded.spec, wanted):
         tell(f"no stored activations for {loaded.spec.model_type} with these settings: tracing the model")
         source = TracedActivations(loaded, wanted)
-    return make_plan(loaded.spec, cluster, wanted, activations=source, versions=installed_versions())
+    return make_plan(
+        loaded.spec,
+        cluster,
+        wanted,
+        activations=source,
+        calibration=stored_calibration(tell) if calibration == "user" else calibration,
+        versions=installed_versions(),
+    )
+
+
+def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
+    """Return the measured runs of this user; a store that cannot be read is remarked on and left out."""
+    from .calibration_store import CalibrationStore
+
+    try:
+        return CalibrationStore().calibration()
+    except ShardwrightError as error:
+        tell(f"planning without measured runs: {error}")
+        return None
 
 
 def installed_versions() -> tuple[tuple[str, str], ...]:

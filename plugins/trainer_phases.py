@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from .byte_meter import Meter, MeterPhase
+from .byte_meter import Meter
 
 WARM_UP_STEPS = 2
 """Optimizer states and DDP's final buckets appear in the first step; ZeRO-3 prefetches from the second step on."""
@@ -63,16 +63,32 @@ class _PhaseCallback(TrainerCallback):
         accelerator = self._trainer.accelerator
         engine = getattr(accelerator, "deepspeed_engine_wrapped", None)
         if engine is not None:
-            _enter_before(engine.engine, "step", self._meter, "step", lambda: accelerator.sync_gradients)
+            self._enter_before_step(engine.engine)
             return
         backward = accelerator.backward
 
         def metered_backward(*args: Any, **kwargs: Any) -> Any:
             result = backward(*args, **kwargs)
-            self._meter.enter("step" if accelerator.sync_gradients else "other")
+            self._enter_step()
             return result
 
         accelerator.backward = metered_backward
+
+    def _enter_before_step(self, engine: Any) -> None:
+        step: Callable[..., Any] = engine.step
+
+        def metered_step(*args: Any, **kwargs: Any) -> Any:
+            self._enter_step()
+            return step(*args, **kwargs)
+
+        engine.step = metered_step
+
+    def _enter_step(self) -> None:
+        if not self._trainer.accelerator.sync_gradients:
+            self._meter.enter("other")
+            return
+        self._label()
+        self._meter.enter("step")
 
     def _label(self) -> None:
         """Name what the engine holds between steps."""
@@ -110,16 +126,6 @@ def _hook_gradients(model: Any, meter: Meter) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: meter.label([gradient], "gradients"))
-
-
-def _enter_before(owner: Any, name: str, meter: Meter, phase: MeterPhase, condition: Callable[[], bool]) -> None:
-    original = getattr(owner, name)
-
-    def metered(*args: Any, **kwargs: Any) -> Any:
-        meter.enter(phase if condition() else "other")
-        return original(*args, **kwargs)
-
-    setattr(owner, name, metered)
 
 
 def _chain(optimizer: Any) -> Iterator[Any]:

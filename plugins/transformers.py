@@ -39,8 +39,7 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
     """
     from transformers import TrainingArguments
 
-    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    faults = [_unknown_key(key, names) for key in settings if key not in names]
+    faults = unknown_argument_faults(settings)
     merged = dict(settings)
     for key, required in overrides.items():
         if isinstance(required, dict) and isinstance(settings.get(key), dict):
@@ -68,6 +67,14 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
     if faults:
         raise UsageError(faults)
     return TrainingArguments(**merged)
+
+
+def unknown_argument_faults(settings: Mapping[str, Any]) -> list[Fault]:
+    """Return a fault for every key that ``TrainingArguments`` does not have."""
+    from transformers import TrainingArguments
+
+    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    return [_unknown_key(key, names) for key in settings if key not in names]
 
 
 def _unknown_key(key: str, names: list[str]) -> Fault:

@@ -42,7 +42,7 @@ Shell = Callable[..., Result]
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
     for name in list(os.environ):
-        if name.startswith("SHARDWRIGHT_"):
+        if name.startswith("SHARDWRIGHT_") and name != "SHARDWRIGHT_DATA_DIR":
             monkeypatch.delenv(name)
 
     def call(*arguments: str) -> Result:

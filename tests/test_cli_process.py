@@ -22,6 +22,8 @@ HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "peft", "datasets",
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWRIGHT_")}
+    # The store of measured runs that the session's fixture made, never the developer's own.
+    kept["SHARDWRIGHT_DATA_DIR"] = os.environ["SHARDWRIGHT_DATA_DIR"]
     return kept | changes
 
 

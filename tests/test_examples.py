@@ -27,8 +27,8 @@ def test_compare_layouts():
 
 @pytest.mark.distributed
 def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
-    from launching import run
     from shardwright.ds_configs.job import TrainingJob
+    from shardwright.plugins.launching import run
     from shardwright.plugins.planning import plan
     from shardwright.plugins.transformers import byte_tokenizer
 

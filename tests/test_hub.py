@@ -163,6 +163,7 @@ def drive(endpoint: str, home: Path, cases: list[list[str]], **environment: str)
     cleared = ("HF_", "HUGGING", "SHARDWRIGHT_", "TRANSFORMERS")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(cleared)}
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    settings["SHARDWRIGHT_DATA_DIR"] = os.environ["SHARDWRIGHT_DATA_DIR"]
     finished = subprocess.run(
         [sys.executable, "-c", DRIVER],
         input=json.dumps(cases),

@@ -17,14 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..plugins.accelerate import Engine, configure_cpu_ranks, engine_from_environment
-from ..plugins.deepspeed import check_nvme_support
+from ..plugins.deepspeed import prepare_nvme_offload
 from ..plugins.peft import add_lora, four_bit_loading
 from ..plugins.transformers import (
-    byte_tokenizer,
     check_liger_kernel,
     prepare_model_directory_save,
     refuse_replaced_optimizer,
@@ -33,9 +32,13 @@ from ..plugins.transformers import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
+from .notes import note
+from .text import load_tokenizer, pack, read_documents
+
+if TYPE_CHECKING:
+    from .plan_callback import PlanCallback
 
 DEFAULT_SETTINGS: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "logging_steps": 1}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -58,6 +61,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--method", choices=("full", "lora", "qlora"), default="full")
     add("--lora-rank", type=int, help="default 16")
     add("--lora-targets", help="module names separated by commas, or all-linear (default)")
+    add("--plan", type=Path, metavar="DIR", help="the plan that is run; its prediction is compared with the run")
     add("--losses-json", type=Path, metavar="FILE", help="rank 0 writes the loss of every optimizer step")
     add("--save", action=argparse.BooleanOptionalAction, default=True, help="write the trained model")
     flags = parser.parse_args([_with_hyphens(argument) for argument in argv])
@@ -132,56 +136,6 @@ def load_config(flags: argparse.Namespace) -> Any:
     return AutoConfig.from_pretrained(flags.model, revision=flags.revision, trust_remote_code=False)
 
 
-def load_tokenizer(flags: argparse.Namespace, vocab_size: int) -> Any:
-    """Return the tokenizer: the named one, the model's, or bytes when a local model has none.
-
-    Raises:
-        UsageError: The tokenizer produces ids that the model has no embedding for.
-    """
-    from transformers import AutoTokenizer
-
-    source = Path(flags.tokenizer or flags.model)
-    found = any((source / name).is_file() for name in TOKENIZER_FILES)
-    if flags.tokenizer is None and source.exists() and not found:
-        _note(f"{source} has no tokenizer: text is split into bytes")
-        return byte_tokenizer(vocab_size)
-    revision = None if flags.tokenizer else flags.revision
-    tokenizer = AutoTokenizer.from_pretrained(str(source), revision=revision, trust_remote_code=False)
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= vocab_size:
-        rule = f"its ids must be below the model's vocab_size = {vocab_size}, the largest is {largest}"
-        raise UsageError(Fault(where="--tokenizer", value=str(source), rule=rule))
-    return tokenizer
-
-
-def read_documents(files: Sequence[Path] | None) -> list[str]:
-    """Return the texts to train on: one document per file, or the topics of Python's own help."""
-    if files:
-        return [path.read_text(encoding="utf-8") for path in files]
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)]
-
-
-def pack(documents: Sequence[str], tokenizer: Any, seq_len: int) -> list[dict[str, Any]]:
-    """Join the documents' tokens and cut them into samples of ``seq_len`` tokens; the rest is left out.
-
-    Raises:
-        UsageError: The text is shorter than one sample.
-    """
-    import torch
-
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    encoded = tokenizer(list(documents), add_special_tokens=False)["input_ids"]
-    tokens = [token for document in encoded for token in [*document, *end]]
-    samples = len(tokens) // seq_len
-    if samples == 0:
-        rule = f"the text has {len(tokens)} tokens, fewer than one sample"
-        raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="give more --text or lower --seq-len"))
-    blocks_NT = torch.tensor(tokens[: samples * seq_len]).view(samples, seq_len)
-    return [{"input_ids": block_T, "labels": block_T} for block_T in blocks_NT]
-
-
 def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int) -> Any:
     """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are made.
 
@@ -205,7 +159,7 @@ def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int) ->
                     fix="convert them, or pass --random-weights",
                 )
             )
-        _note(f"{source} has no weights: they are initialised at random")
+        note(f"{source} has no weights: they are initialised at random")
         random_weights = True
     if random_weights and flags.method == "qlora":
         raise UsageError(Fault(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
@@ -256,8 +210,9 @@ def train(flags: argparse.Namespace) -> None:
     _check_world_size(arguments.world_size)
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
-    check_nvme_support(arguments)
+    prepare_nvme_offload(arguments)
     check_liger_kernel(arguments)
+    planned = plan_callback(flags)
     if flags.save:
         prepare_model_directory_save(arguments)
 
@@ -280,8 +235,10 @@ def train(flags: argparse.Namespace) -> None:
         processing_class=tokenizer,
     )
     recorder = StepLosses(trainer)
+    if planned is not None:
+        planned.attach(trainer)
     started = time.monotonic()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     seconds = time.monotonic() - started
     losses = recorder.mean_over_ranks()
     if flags.losses_json is not None and arguments.process_index == 0:
@@ -290,6 +247,15 @@ def train(flags: argparse.Namespace) -> None:
         flags.losses_json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if flags.save:
         save_model_directory(trainer, str(flags.output_dir))
+
+
+def plan_callback(flags: argparse.Namespace) -> PlanCallback | None:
+    """Return the callback that compares the run with the plan of ``--plan``; ``None`` without that flag."""
+    if flags.plan is None:
+        return None
+    from .plan_callback import PlanCallback
+
+    return PlanCallback(flags.plan, seq_len_tokens=flags.seq_len, method=flags.method)
 
 
 def _check_world_size(world_size: int) -> None:
@@ -311,12 +277,7 @@ def check_seq_len(seq_len: int, config: Any) -> None:
     if getattr(text, "rope_parameters", None) is None:
         rule = f"the model has {longest} learned positions"
         raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="lower it"))
-    _note(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")
-
-
-def _note(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
+    note(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,9 @@ from ..plan_data import PlanData
 
 TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
 
+_SCRIPT_DIRECTORY = "\0"
+"""Stands for the script's own directory while its words are quoted; no path holds a null byte."""
+
 
 def launch_arguments(plan: PlanData, *, directory: str = ".") -> list[str]:
     """Return the exact command that starts training on one node, run from anywhere.
@@ -40,6 +43,8 @@ def _training_module_arguments(plan: PlanData, directory: str) -> list[str]:
         str(plan.job.seq_len_tokens),
         "--output-dir",
         f"{directory}/model",
+        "--plan",
+        directory,
     ]
     if plan.model.revision is not None:
         arguments += ["--revision", plan.model.revision]
@@ -51,11 +56,8 @@ def _training_module_arguments(plan: PlanData, directory: str) -> list[str]:
 
 def launch_script(plan: PlanData, header: str) -> str:
     """Return `launch.sh`: the launch line, with the user's arguments appended."""
-    words = launch_arguments(plan, directory="@DIRECTORY@")
-    line = " ".join(
-        '"$directory"' + shlex.quote(w.removeprefix("@DIRECTORY@")) if w.startswith("@DIRECTORY@/") else shlex.quote(w)
-        for w in words
-    )
+    words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY)
+    line = " ".join(_quoted(word) for word in words)
     preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\n'
     if plan.hardware.nodes > 1:
         line = line.replace("accelerate launch", 'accelerate launch --machine_rank "$1" --main_process_ip "$2"', 1)
@@ -67,6 +69,13 @@ def launch_script(plan: PlanData, header: str) -> str:
     else:
         line += ' "$@"'
     return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
+
+
+def _quoted(word: str) -> str:
+    if not word.startswith(_SCRIPT_DIRECTORY):
+        return shlex.quote(word)
+    below = word.removeprefix(_SCRIPT_DIRECTORY)
+    return '"$directory"' + (shlex.quote(below) if below else "")
 
 
 def slurm_script(plan: PlanData, header: str, *, directory: str = ".") -> str:

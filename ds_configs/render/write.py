@@ -10,8 +10,8 @@ from pathlib import Path
 from ..errors import Fault, ShardwrightError, UsageError
 
 
-def write_files(files: Mapping[str, str], directory: Path, *, force: bool = False) -> list[Path]:
-    """Write each text under `directory` through a temporary name and return the paths.
+def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: bool = False) -> list[Path]:
+    """Write each text or picture under `directory` through a temporary name and return the paths.
 
     Scripts (`.sh`, `.sbatch`) become executable.
 
@@ -29,7 +29,7 @@ def write_files(files: Mapping[str, str], directory: Path, *, force: bool = Fals
         raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
 
 
-def _faults(directory: Path, files: Mapping[str, str], *, force: bool) -> list[Fault]:
+def _faults(directory: Path, files: Mapping[str, str | bytes], *, force: bool) -> list[Fault]:
     where, value = "output_dir", str(directory)
     if directory.exists() and not directory.is_dir():
         return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
@@ -40,26 +40,26 @@ def _faults(directory: Path, files: Mapping[str, str], *, force: bool) -> list[F
     return [Fault(where=f"{where}/{name}", rule="is a directory where a file must go") for name in in_the_way]
 
 
-def _write_all(texts: Mapping[Path, str]) -> list[Path]:
+def _write_all(contents: Mapping[Path, str | bytes]) -> list[Path]:
     """Write every file beside its place before the first one moves there, so that a full disk changes nothing."""
     staged: dict[Path, Path] = {}
     try:
-        for path, text in texts.items():
-            staged[path] = _stage(path, text)
+        for path, content in contents.items():
+            staged[path] = _stage(path, content)
         for path, temporary in staged.items():
             temporary.replace(path)
     finally:
         for temporary in staged.values():
             temporary.unlink(missing_ok=True)
-    return list(texts)
+    return list(contents)
 
 
-def _stage(path: Path, text: str) -> Path:
+def _stage(path: Path, content: str | bytes) -> Path:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o755 if path.suffix in (".sh", ".sbatch") else 0o644)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -13,20 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 from cases import SEQ_LEN, all_cases
+from shardwright.plugins.accelerate import forget_last_run
 from shardwright.trainers.train_causal_lm import main
-
-
-def forget_last_run() -> None:
-    """Bring the singletons of Accelerate and Transformers back to a fresh process; the process group stays."""
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        os.environ.pop(name, None)
-    gc.collect()
 
 
 @contextmanager

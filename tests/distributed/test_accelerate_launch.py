@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from cases import RANKS, SEQ_LEN, STEPS, Case, deepspeed_configuration
-from launching import accelerate_launch, torchrun
 from safetensors.torch import load_file
+from shardwright.plugins.launching import accelerate_launch, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed

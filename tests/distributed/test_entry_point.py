@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import run
 from safetensors.torch import load_file
+from shardwright.plugins.launching import run
 from shardwright.plugins.transformers import byte_tokenizer
-from shardwright.trainers.train_causal_lm import check_seq_len, main, pack, parse_flags, read_settings
+from shardwright.trainers.text import pack
+from shardwright.trainers.train_causal_lm import check_seq_len, main, parse_flags, read_settings
 
 REQUIRED = ["--model", "model", "--output-dir", "out"]
 

@@ -9,8 +9,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import LaunchFailedError, first_traceback, torchrun
-from operators import remove_stale_locks
+from shardwright.plugins.compiled_operators import StaleLockError, prepare_operators, stale_locks
+from shardwright.plugins.launching import (
+    Launch,
+    LaunchFailedError,
+    first_traceback,
+    killed_ranks,
+    run_together,
+    torchrun,
+)
+
+
+def is_running(pid: int) -> bool:
+    """A process that ended stays listed until its adopted parent asks for its exit code."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.distributed
@@ -26,7 +38,7 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
         torchrun([str(script), str(tmp_path)], timeout_seconds=15)
     assert time.monotonic() - started < 60
     ranks = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
-    assert not [rank for rank in ranks if psutil.pid_exists(rank)]
+    assert not [rank for rank in ranks if is_running(rank)]
 
 
 @pytest.mark.distributed
@@ -46,16 +58,70 @@ def test_the_first_traceback_is_the_ranks_and_not_the_launchers() -> None:
     assert shown == "Traceback (most recent call last):\n  File 'a.py', line 1\nValueError: a"
 
 
-def test_a_lock_is_stale_when_no_process_has_it_open(tmp_path: Path) -> None:
-    stale, held, foreign = (tmp_path / name / "lock" for name in ("cpu_adam", "deepspeed_shm_comm", "other_op"))
+def test_a_rank_that_a_signal_ended_is_named_and_those_that_the_launcher_ended_are_not() -> None:
+    summary = "  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: 4711)\n"
+    text = summary.format(0, -15) + summary.format(3, -9) + summary.format(1, 1)
+    assert killed_ranks(text) == ((3, "SIGKILL"),)
+
+
+@pytest.mark.distributed
+def test_when_one_of_two_launchers_fails_both_end(tmp_path: Path) -> None:
+    lines: list[str] = []
+    waits = Launch(arguments=("-c", "import time; print('waits', flush=True); time.sleep(600)"))
+    fails = Launch(arguments=("-c", "import time; time.sleep(1); raise KeyError('no such node')"))
+    started = time.monotonic()
+    with pytest.raises(LaunchFailedError, match="KeyError: 'no such node'") as caught:
+        run_together([waits, fails], timeout_seconds=120, on_line=lines.append)
+    assert caught.value.launcher_exit_code == 1
+    assert time.monotonic() - started < 30
+    assert lines[0] == "waits"
+
+
+@pytest.mark.distributed
+def test_orphans_of_a_launcher_that_was_killed_are_ended(tmp_path: Path) -> None:
+    """The rank has a session of its own and its parent is dead: only its environment tells whose it is."""
+    note = tmp_path / "pid"
+    rank = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    launcher = (
+        "import os, pathlib, subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)\n"
+        f"while not pathlib.Path({str(note)!r}).exists(): time.sleep(0.05)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    with pytest.raises(LaunchFailedError):
+        run_together([Launch(arguments=("-c", launcher, rank))], timeout_seconds=60)
+    assert not is_running(int(note.read_text()))
+
+
+@pytest.mark.distributed
+def test_a_launcher_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    launcher = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    starter = "import sys; from shardwright.plugins.launching import run; run(['-c', sys.argv[1]], timeout_seconds=600)"
+    with subprocess.Popen([sys.executable, "-c", starter, launcher]) as process:
+        while not (note.is_file() and note.read_text()):
+            time.sleep(0.05)
+        process.kill()
+    deadline = time.monotonic() + 20
+    while is_running(int(note.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(int(note.read_text()))
+
+
+def test_a_lock_is_stale_when_no_process_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale, held, foreign = (tmp_path / name / "lock" for name in ("cpu_adam", "py311_cpu/async_io", "other_op"))
     for lock in (stale, held, foreign):
-        lock.parent.mkdir()
+        lock.parent.mkdir(parents=True)
         lock.touch()
     code = "import sys; lock = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, str(held)], text=True, **pipes) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "open\n"
-        assert remove_stale_locks(tmp_path) == [stale]
+        assert stale_locks(tmp_path) == [stale]
         holder.communicate()
-    assert held.exists() and foreign.exists() and not stale.exists()
+    assert stale_locks(tmp_path) == [stale, held]
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(StaleLockError, match=f"delete it: rm {stale}"):
+        prepare_operators(["cpu_adam"])
+    assert stale.exists(), "a lock is never deleted unasked"

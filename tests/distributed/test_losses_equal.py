@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import BF16_CASES, FP32_CASES, RANKS, STEPS, Case, all_cases, reference_of
-from launching import torchrun
+from cases import BF16_CASES, FP32_CASES, RANKS, STEPS, WORKER_ENVIRONMENT, Case, all_cases, reference_of
+from shardwright.plugins.launching import torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +32,8 @@ def losses(
     """Train all cases in one launch of two ranks."""
     output = tmp_path_factory.mktemp("losses")
     worker = Path(__file__).with_name("losses_worker.py")
-    torchrun([str(worker), str(tiny_llama), str(output)], ranks=RANKS, timeout_seconds=600)
+    arguments = [str(worker), str(tiny_llama), str(output)]
+    torchrun(arguments, ranks=RANKS, timeout_seconds=600, environment=WORKER_ENVIRONMENT)
     found = {}
     for case in all_cases():
         record = json.loads((output / f"{case.name}.json").read_text())

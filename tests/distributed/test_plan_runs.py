@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import run
 from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.plan import Plan
+from shardwright.plugins.launching import run
 from shardwright.plugins.planning import plan
 
 pytestmark = pytest.mark.distributed
@@ -34,7 +35,17 @@ def launch(made: Plan, directory: Path) -> list[float]:
     run([*script, "bash", str(directory / "launch.sh"), *arguments], timeout_seconds=240)
     record = json.loads(losses.read_text())
     assert record["world_size"] == made.hardware.world_size
+    check_measurement(made, directory / "model")
     return list(record["losses"])
+
+
+def check_measurement(made: Plan, output: Path) -> None:
+    """Both ranks are in the file beside the model, and nothing ran otherwise than planned."""
+    found = measurement_from_text((output / FILE_NAME).read_bytes(), source="launch")
+    assert [rank.rank for rank in found.measured] == list(range(made.hardware.world_size))
+    assert all(rank.steps == STEPS and rank.median_step_seconds for rank in found.measured)
+    assert found.plan.layout == made.chosen.strategy.label
+    assert found.differences == ()
 
 
 def test_generated_files_run_and_agree(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""Trains a planned layout for a few steps through the stock Trainer, with a meter on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from shardwright.ds_configs.hardware import HardwareSpec
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.memory import estimate_memory
+from shardwright.ds_configs.model import ModelSpec
+from shardwright.ds_configs.plan_data import PlanData
+from shardwright.ds_configs.render.deepspeed import deepspeed_config
+from shardwright.ds_configs.render.training_arguments import training_arguments as planned_arguments
+from shardwright.ds_configs.search import Evaluated
+from shardwright.ds_configs.strategy import Strategy
+from shardwright.plugins.accelerate import configure_cpu_ranks
+from shardwright.plugins.byte_meter import Meter, MeterReading
+from shardwright.plugins.peft import add_lora
+from shardwright.plugins.trainer_phases import WARM_UP_STEPS, meter_trainer
+from shardwright.plugins.transformers import training_arguments, weights_dtype
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, default_data_collator, set_seed
+
+STEPS = WARM_UP_STEPS + 1
+
+
+def plan_of(strategy: Strategy, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> PlanData:
+    """Return the plan of a strategy that no search chose."""
+    memory = estimate_memory(strategy, spec, hardware, job)
+    chosen = Evaluated(strategy=strategy, memory=memory, reason="")
+    return PlanData(model=spec, hardware=hardware, job=job, chosen=chosen, rejected=())
+
+
+def train_metered(plan: PlanData, config: dict[str, Any], meter: Meter) -> MeterReading:
+    """Train random weights of a model configuration, and return what lived on this rank in the last step."""
+    strategy, job = plan.chosen.strategy, plan.job
+    deepspeed = strategy.engine == "deepspeed"
+    arguments = training_arguments(_settings(plan), configure_cpu_ranks(strategy.engine))  # type: ignore[arg-type]
+    set_seed(1)
+    with meter:
+        model_config = AutoConfig.for_model(**config)
+        dtype = weights_dtype(arguments, method=job.method)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+        if job.method == "lora":
+            model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
+        trainer = Trainer(
+            model=model, args=arguments, train_dataset=_samples(plan), data_collator=default_data_collator
+        )
+        del model
+        meter_trainer(trainer, meter)
+        trainer.train()
+        reading = meter.reading()
+    return reading
+
+
+def _settings(plan: PlanData) -> dict[str, Any]:
+    strategy = plan.chosen.strategy
+    settings = planned_arguments(plan) | {
+        "output_dir": os.environ.get("TMPDIR", "/tmp"),  # noqa: S108
+        "max_steps": STEPS,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+    if strategy.engine == "deepspeed":
+        settings["deepspeed"] = deepspeed_config(plan)
+    if strategy.engine == "fsdp2":
+        settings["fsdp"] = True
+        settings["fsdp_config"] = {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": list(plan.model.layer_classes),
+            "reshard_after_forward": True,
+            "offload_params": strategy.offload_param == "cpu",
+        }
+    return settings
+
+
+def _samples(plan: PlanData) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
+    tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)
+    return [{"input_ids": sample, "labels": sample} for sample in tokens]

@@ -1,0 +1,168 @@
+"""`shardwright calibrate`: stores what a run measured, so that later plans on the same accelerators know it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from ..ds_configs.errors import Fault, UsageError
+
+if TYPE_CHECKING:
+    from ..ds_configs.calibration import Calibration, MeasuredRun
+    from ..ds_configs.measurement import RunMeasurement
+    from ..plugins.calibration_store import CalibrationStore, StoredRun
+
+_SHOWN_DIGITS = 12
+
+
+def calibrate_command(
+    run_dir: Path | None = None,
+    *,
+    list_runs: Annotated[bool, Parameter(name="--list", negative="")] = False,
+    forget: str | None = None,
+    format: Literal["human", "json"] = "human",
+) -> int:
+    """Store the measured memory and step time of a run; plans for the same accelerator and architecture use it.
+
+    Example: shardwright calibrate plan/model ; shardwright calibrate --list
+
+    Parameters
+    ----------
+    run_dir
+        Output directory of a run on GPUs that had --plan, which left a plan_measurement.json there.
+    list_runs
+        Show the stored runs.
+    forget
+        Remove a run by the beginning of its identifier, or all.
+    format
+        human or json; json prints one object on stdout.
+    """
+    from ..plugins.calibration_store import CalibrationStore
+
+    if (run_dir is not None) + list_runs + (forget is not None) != 1:
+        rule = "give one of RUN_DIR, --list and --forget"
+        raise UsageError(Fault(where="calibrate", rule=rule))
+    store = CalibrationStore()
+    as_json = format == "json"
+    if run_dir is not None:
+        return _store(store, run_dir, as_json=as_json)
+    if forget is not None:
+        return _forget(store, forget, as_json=as_json)
+    return _list(store, as_json=as_json)
+
+
+def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
+    from ..ds_configs.calibration import Calibration
+    from ..ds_configs.measurement import measured_run, printable, report_lines
+
+    measurement = read_measurement(run_dir)
+    run = measured_run(measurement)
+    added = store.add(run)
+    after = store.calibration()
+    before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
+    if as_json:
+        answer = {"added": added, "run": _run_dict(run), "interval": _interval(after, run), "database": str(store.path)}
+        print(json.dumps({"schema_version": 1} | answer, indent=2))
+        return 0
+    place = printable(f"{run.architecture} on {run.gpu}")
+    verb = "Stored" if added else "Already stored:"
+    print(f"{verb} run {run.identifier[:_SHOWN_DIGITS]}, {place}, {printable(run.layout)} on {run.ranks} ranks")
+    for line in report_lines(measurement):
+        print(f"  {line}")
+    old, new = _interval(before, run), _interval(after, run)
+    print(f"reserved over predicted tensors: {run.ratio:.3f}")
+    print(f"interval of plans for {place}: {_shown(old)} -> {_shown(new)}")
+    print("step times are stored and listed; plans do not predict them yet")
+    return 0
+
+
+def read_measurement(run_dir: Path) -> RunMeasurement:
+    """Return the measurement that a run left in its output directory.
+
+    Raises:
+        UsageError: there is none.
+        RefusedInputError: it is damaged or of another version.
+    """
+    from ..ds_configs.measurement import FILE_NAME, LARGEST_FILE_BYTES, measurement_from_text
+
+    try:
+        file = run_dir / FILE_NAME if run_dir.is_dir() else run_dir
+        with file.open("rb") as stream:
+            text = stream.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        detail = getattr(error, "strerror", None) or str(error)
+        fix = "train with --plan, as the plan's launch.sh does, and give the output directory"
+        rule = f"has no {FILE_NAME} that can be read ({detail})"
+        raise UsageError(Fault(where="run", value=str(run_dir), rule=rule, fix=fix)) from None
+    return measurement_from_text(text, source=str(file))
+
+
+def _forget(store: CalibrationStore, identifier: str, *, as_json: bool) -> int:
+    count = store.forget(identifier)
+    if as_json:
+        print(json.dumps({"schema_version": 1, "forgotten": count, "database": str(store.path)}))
+    else:
+        print(f"Forgot {count} run{'' if count == 1 else 's'}")
+    return 0
+
+
+def _list(store: CalibrationStore, *, as_json: bool) -> int:
+    runs = store.stored()
+    if as_json:
+        listed = [_run_dict(stored.run) | {"stored_at": stored.stored_at} for stored in runs]
+        print(json.dumps({"schema_version": 1, "runs": listed, "database": str(store.path)}, indent=2))
+        return 0
+    if not runs:
+        print("No runs stored yet; `shardwright calibrate RUN_DIR` stores one")
+    else:
+        _show_runs(runs)
+    print(f"database: {store.path}", file=sys.stderr)
+    return 0
+
+
+def _show_runs(runs: tuple[StoredRun, ...]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..ds_configs.measurement import printable
+    from ..ds_configs.units import gigabytes
+    from .show import console
+
+    table = Table(title="Stored runs, memory in GB", title_justify="left", box=None, pad_edge=False)
+    for name in ("run", "GPU", "model", "layout"):
+        table.add_column(name, no_wrap=name != "model", overflow="fold")
+    for name in ("ranks", "predicted", "allocated", "reserved", "ratio", "outside", "step s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("stored", no_wrap=True)
+    for stored in runs:
+        run = stored.run
+        outside = "-" if run.outside_allocator_bytes is None else gigabytes(run.outside_allocator_bytes)
+        seconds = "-" if run.step_seconds is None else f"{run.step_seconds:.3g}"
+        sizes = (run.predicted_allocated_bytes, run.allocated_peak_bytes, run.reserved_peak_bytes)
+        words = (run.identifier[:_SHOWN_DIGITS], run.gpu, run.model.rpartition("/")[2] or run.model, run.layout)
+        figures = (str(run.ranks), *map(gigabytes, sizes), f"{run.ratio:.3f}", outside, seconds, stored.stored_at[:10])
+        table.add_row(*(Text(printable(word)) for word in words + figures))
+    console().print(table)
+
+
+def _run_dict(run: MeasuredRun) -> dict[str, Any]:
+    return asdict(run) | {"ratio": run.ratio}
+
+
+def _interval(calibration: Calibration, run: MeasuredRun) -> dict[str, float | int]:
+    from ..ds_configs.calibration import moved_factors
+    from ..ds_configs.memory import RESERVED_OVER_PREDICTED
+
+    ratios = calibration.ratios(gpu=run.gpu, architecture=run.architecture)
+    low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)
+    return {"low": low, "middle": middle, "high": high, "runs": len(ratios)}
+
+
+def _shown(interval: dict[str, float | int]) -> str:
+    source = f"{interval['runs']} measured" if interval["runs"] else "published"
+    return f"{interval['low']:.3f} to {interval['high']:.3f} ({source})"

@@ -1,0 +1,174 @@
+"""`shardwright rehearse`: prove a plan's files on CPU ranks before they cost GPU hours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from ..trainers.rehearsal_launch import Notify
+    from ..trainers.rehearsal_launch import Progress as RehearsalProgress
+    from ..trainers.rehearsal_report import Rehearsal
+
+
+def rehearse_command(
+    plan_dir: Path,
+    /,
+    *,
+    ranks: int | None = None,
+    steps: int = 8,
+    nodes_as_ranks: Annotated[bool, Parameter(negative="")] = False,
+    text: Annotated[list[Path] | None, Parameter(negative="")] = None,
+    time_limit: float = 600.0,
+    output_dir: Path | None = None,
+    force: Annotated[bool, Parameter(negative="")] = False,
+    format: Literal["human", "json"] = "human",
+) -> int:
+    """Launch a plan's own files on CPU ranks with a shrunken model, and check that every part works.
+
+    Exit code 2 for a fault in the files, 1 when a rank or a check fails. Example: shardwright rehearse plan
+
+    Parameters
+    ----------
+    plan_dir
+        Directory that `plan` wrote; its files are taken as they are now.
+    ranks
+        CPU ranks to start. Default 2, or the smallest number that the layout allows.
+    steps
+        Optimizer steps, at least 4.
+    nodes_as_ranks
+        Start one launcher for each node of the plan on this machine, by default with one rank each.
+    text
+        A file to train on, byte by byte; repeatable. Default: synthetic tokens.
+    time_limit
+        Seconds that one of the two launches may take.
+    output_dir
+        Where rehearsal.json and rehearsal.png go. Default: rehearsal in the plan's directory.
+    force
+        Write into an output directory that holds other files.
+    format
+        human or json; json prints one object on stdout.
+    """
+    from ..trainers.rehearsal import rehearse
+
+    # Libraries that log to stdout must not stand in the report.
+    with progress_on_stderr() as notify, redirect_stdout(sys.stderr):
+        found = rehearse(
+            plan_dir,
+            ranks=ranks,
+            steps=steps,
+            nodes_as_ranks=nodes_as_ranks,
+            text=text or (),
+            time_limit_seconds=time_limit,
+            output_dir=output_dir,
+            force=force,
+            notify=notify,
+        )
+    if format == "json":
+        print(json.dumps(found.to_dict()))
+    else:
+        show_rehearsal(found)
+    if found.failure is not None:
+        print(f"error: {found.failure.name}: {found.failure.detail}", file=sys.stderr)
+    return found.exit_code
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Notify]:
+    """Yield a function that draws a bar on a terminal; elsewhere it prints what takes minutes, and nothing else."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if not sys.stderr.isatty():
+        yield _print_compilation
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def notify(progress: RehearsalProgress) -> None:
+            bar.update(task, description=progress.message, completed=progress.done, total=progress.total)
+
+        yield notify
+
+
+def _print_compilation(progress: RehearsalProgress) -> None:
+    if progress.message.startswith("compiling"):
+        print(f"note: {progress.message}", file=sys.stderr)
+
+
+def show_rehearsal(found: Rehearsal) -> None:
+    """Print the checks, what was scaled, and measured beside predicted memory."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from .show import console
+
+    out = console()
+    strategy, hardware = found.plan.chosen.strategy.label, found.plan.hardware.name
+    launchers = "" if found.nodes == 1 else f" of {found.nodes} launchers"
+    out.print(
+        Text(found.plan.model.name, style="bold")
+        + Text(f"  {strategy}, planned for {hardware}, rehearsed on {found.ranks} CPU ranks{launchers}")
+    )
+    out.print()
+    checks = Table(box=None, pad_edge=False, show_header=False)
+    styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-", "dim")}
+    for check in found.checks:
+        word, style = styles[check.passed]
+        checks.add_row(check.name, Text(word, style=style), Text(check.detail.partition("\n")[0]))
+    out.print(checks)
+    if found.measured:
+        out.print()
+        out.print(_memory_table(found))
+    if found.changes:
+        out.print()
+        out.print(_changes_table(found))
+    out.print()
+    verdict = "Passed" if found.passed else "Failed"
+    style = "bold green" if found.passed else "bold red"
+    files = f"; see {', '.join(found.files)}" if found.files else ""
+    out.print(Text(verdict, style=style) + Text(f" in {found.seconds:.0f} s{files}"))
+
+
+def _memory_table(found: Rehearsal) -> object:
+    from rich.table import Table
+
+    predicted, measured = found.predicted or {}, found.measured or {}
+    table = Table(box=None, pad_edge=False, title="MB on the fullest rank, measured / predicted", title_justify="left")
+    phases = [phase for phase in measured if phase in predicted]
+    table.add_column("")
+    for phase in phases:
+        table.add_column(phase, justify="right")
+
+    def cell(one: int, other: int) -> str:
+        return f"{one / 1e6:.2f} / {other / 1e6:.2f}" if one or other else ""
+
+    for role in next(iter(measured.values()), {}):
+        table.add_row(role, *(cell(measured[phase][role], predicted[phase].roles[role]) for phase in phases))
+    totals = [(sum(measured[phase].values()), sum(predicted[phase].roles.values())) for phase in phases]
+    table.add_row("together", *(cell(one, other) for one, other in totals), style="bold")
+    return table
+
+
+def _changes_table(found: Rehearsal) -> object:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, title="Scaled for the rehearsal", title_justify="left")
+    for name in ("value", "plan", "rehearsal"):
+        table.add_column(name, overflow="fold")
+    for change in found.changes:
+        before, after = ("-" if value is None else str(value) for value in (change.before, change.after))
+        table.add_row(Text(change.where), Text(_short(before)), Text(_short(after)))
+    return table
+
+
+def _short(text: str, longest: int = 30) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

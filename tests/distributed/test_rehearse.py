@@ -1,0 +1,138 @@
+"""`shardwright rehearse` on real ranks: every engine passes, and a rank that dies ends it with its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from planning import MODELS
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.plugins.planning import plan
+from shardwright.trainers.rehearsal import Rehearsal, rehearse
+
+pytestmark = pytest.mark.distributed
+
+LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")
+STEPS = 4
+
+
+def written(directory: Path, hardware: str = "8xA100-80GB", nvme: str | None = None, **job: Any) -> Path:
+    """Write a plan for Llama-3.1-8B on real accelerators and return its directory."""
+    from shardwright.plugins.planning import read_hardware
+
+    plan(LLAMA, read_hardware(hardware, nvme=nvme), TrainingJob(**job)).write(directory)
+    return directory
+
+
+def assert_passed(found: Rehearsal) -> None:
+    assert found.passed, "\n".join(f"{check.name}: {check.detail}" for check in found.checks if not check.passed)
+    assert found.measured is not None and found.predicted is not None
+    assert {"loss", "backward", "step"} <= found.measured.keys() & found.predicted.keys()
+    assert len(found.losses) == found.steps
+
+
+def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    directory = written(tmp_path / "plan", strategy="zero2", global_batch_size=64)
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", "rehearse", str(directory), "--text", str(text), "--format", "json"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["passed"] and all(check["passed"] for check in report["checks"])
+    assert report["ranks"] == 2 and len(report["losses"]) == report["steps"] == 8
+    assert report["losses"][-1] < report["losses"][0] - 1
+    files = directory / "rehearsal"
+    assert json.loads((files / "rehearsal.json").read_text()) == report
+    assert (files / "rehearsal.png").read_bytes().startswith(b"\x89PNG")
+    for phase in ("loss", "backward", "step"):
+        measured = sum(report["measured"][phase].values())
+        assert measured == pytest.approx(sum(report["predicted"][phase]["terms"].values()), rel=0.25)
+
+
+def test_zero3_with_nvme_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    directory = written(tmp_path / "plan", nvme="/local_nvme:7TB", strategy="zero3", offload="nvme")
+    found = rehearse(directory, steps=STEPS)
+    assert_passed(found)
+    assert any("nvme_path" in change.where for change in found.changes)
+
+
+def test_lora_on_zero3_with_everything_offloaded_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    directory = written(tmp_path / "plan", strategy="zero3", offload="cpu-all", method="lora")
+    assert_passed(rehearse(directory, steps=STEPS))
+
+
+def test_fsdp2_passes(tmp_path: Path) -> None:
+    assert_passed(rehearse(written(tmp_path / "plan", strategy="fsdp2"), steps=STEPS))
+
+
+def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
+    """Plain data parallelism over 2 x 8 accelerators, one rank for each node."""
+    directory = written(tmp_path / "plan", "2x8xB200", strategy="ddp")
+    found = rehearse(directory, steps=STEPS, nodes_as_ranks=True)
+    assert_passed(found)
+    assert (found.ranks, found.nodes) == (2, 2)
+
+
+@contextmanager
+def running_rehearsal(directory: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
+    """Start the command, wait until both ranks run, and yield it with the ranks by number."""
+    command = [sys.executable, "-m", "shardwright", "rehearse", str(directory), "--format", "json"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            ranks: dict[int, psutil.Process] = {}
+            deadline = time.monotonic() + 240
+            while len(ranks) < 2 and time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.2)
+                ranks = dict(_ranks(psutil.Process(process.pid)))
+            assert len(ranks) == 2
+            yield process, ranks
+        finally:
+            process.kill()
+
+
+def _ranks(parent: psutil.Process) -> Iterator[tuple[int, psutil.Process]]:
+    for process in parent.children(recursive=True):
+        try:
+            rank = process.environ().get("RANK")
+        except psutil.Error:
+            continue
+        if rank is not None:
+            yield int(rank), process
+
+
+def test_a_rank_that_is_killed_ends_the_rehearsal_and_is_named(tmp_path: Path) -> None:
+    with running_rehearsal(written(tmp_path / "plan", "8xB200", strategy="ddp")) as (process, ranks):
+        ranks[1].kill()
+        killed = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        assert time.monotonic() - killed < 30
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in err
+    failing = [check for check in json.loads(out)["checks"] if check["passed"] is False]
+    assert [check["name"] for check in failing] == ["launch"]
+
+
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
+    with running_rehearsal(written(tmp_path / "plan", "8xB200", strategy="ddp")) as (process, ranks):
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    _, alive = psutil.wait_procs(list(ranks.values()), timeout=5)
+    assert not [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]

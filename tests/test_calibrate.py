@@ -1,0 +1,154 @@
+"""`shardwright calibrate` and what `shardwright plan` makes of it, through the entry point."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from measuring import measurement_of, plan_on, run_of, write_measurement
+from shardwright.cli.main import run
+from shardwright.ds_configs.measurement import FILE_NAME
+from shardwright.plugins.calibration_store import FILE_NAME as DATABASE
+
+LLAMA = str(Path(__file__).parent / "data" / "models" / "meta-llama--Llama-3.1-8B")
+PLAN = ("plan", LLAMA, "--hardware", "8xH100-80GB", "--format", "json")
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Shell = Callable[..., Result]
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+
+    def call(*arguments: str) -> Result:
+        capsys.readouterr()
+        code = run(arguments)
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def gpu_memory(shell: Shell, *flags: str) -> dict[str, Any]:
+    result = shell(*PLAN, *flags)
+    assert result.code == 0, result.err
+    return dict(json.loads(result.out)["chosen"]["gpu_memory"])
+
+
+def test_a_stored_run_moves_later_plans_until_it_is_forgotten(shell: Shell, tmp_path: Path) -> None:
+    before = gpu_memory(shell)
+    measurement = measurement_of(plan_on(), 1.021)
+    directory = write_measurement(measurement, tmp_path / "run")
+    stored = shell("calibrate", str(directory))
+    assert (stored.code, stored.err) == (0, "")
+    identifier = run_of(plan_on(), 1.021).identifier
+    assert f"Stored run {identifier[:12]}, LlamaForCausalLM on H100-80GB" in stored.out
+    assert "1.007 to 1.093 (published) -> 1.014 to 1.057 (1 measured)" in stored.out
+    again = shell("calibrate", str(directory / FILE_NAME))
+    assert again.code == 0 and again.out.startswith("Already stored: run")
+    assert "1.007 to 1.093 (published) -> 1.014 to 1.057 (1 measured)" in again.out
+
+    after = gpu_memory(shell)
+    assert (before["calibrated_runs"], after["calibrated_runs"]) == (0, 1)
+    assert before["low_bytes"] < after["low_bytes"] < after["high_bytes"] < before["high_bytes"]
+    assert gpu_memory(shell, "--no-calibration") == gpu_memory(shell, "--no_calibration") == before
+    assert "interval from 1 measured run on H100-80GB" in json.loads(shell(*PLAN).out)["chosen"]["reason"]
+
+    listed = shell("calibrate", "--list")
+    assert listed.code == 0 and identifier[:12] in listed.out and "1.021" in listed.out and "1.32" in listed.out
+    assert listed.err == f"database: {tmp_path / 'data' / DATABASE}\n"
+    forgotten = shell("calibrate", "--forget", identifier[:8])
+    assert (forgotten.code, forgotten.out) == (0, "Forgot 1 run\n")
+    assert gpu_memory(shell) == before
+    assert shell("calibrate", "--list").out.startswith("No runs stored yet")
+
+
+def test_json_answers_are_one_object_each(shell: Shell, tmp_path: Path) -> None:
+    directory = write_measurement(measurement_of(plan_on(), 1.02), tmp_path / "run")
+    stored = json.loads(shell("calibrate", str(directory), "--format", "json").out)
+    assert stored.keys() == {"schema_version", "added", "run", "interval", "database"}
+    assert stored["added"] is True and stored["run"]["ratio"] == pytest.approx(1.02)
+    assert stored["interval"] == {
+        "low": pytest.approx(1.0135),
+        "middle": pytest.approx(1.029),
+        "high": pytest.approx(1.0565),
+        "runs": 1,
+    }
+    listed = json.loads(shell("calibrate", "--list", "--format", "json").out)
+    assert listed.keys() == {"schema_version", "runs", "database"}
+    assert listed["runs"][0].keys() == stored["run"].keys() | {"stored_at"}
+    assert json.loads(shell("calibrate", "--forget", "all", "--format", "json").out)["forgotten"] == 1
+
+
+def test_bad_usage_and_refused_files_leave_the_store_alone(shell: Shell, tmp_path: Path) -> None:
+    measurement = measurement_of(plan_on())
+    on_cpu = tuple(
+        replace(rank, device="cpu", peak_allocated_bytes=None, peak_reserved_bytes=None)
+        for rank in measurement.measured
+    )
+    cases: list[tuple[list[str], int, str]] = [
+        ([], 2, "give one of RUN_DIR, --list and --forget"),
+        (["run", "--list"], 2, "give one of RUN_DIR, --list and --forget"),
+        ([str(tmp_path / "nowhere")], 2, "has no plan_measurement.json that can be read"),
+        ([str(tmp_path)], 2, "train with --plan"),
+        (["x" * 5000], 2, "File name too long"),
+        (["--forget", "beef"], 2, "is no stored run; `shardwright calibrate --list`"),
+    ]
+    for name, text, code, message in (
+        ("cut", "{", 4, "is not valid JSON"),
+        ("newer", '{"schema_version": 2}', 4, "this version reads 1"),
+        ("other", '{"schema_version": 1}', 4, "plan: field required"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE_NAME).write_text(text)
+        cases.append(([str(tmp_path / name)], code, message))
+    write_measurement(replace(measurement, measured=on_cpu), tmp_path / "cpu")
+    cases.append(([str(tmp_path / "cpu")], 2, "the ranks had no accelerator, so there is nothing to calibrate with"))
+    write_measurement(replace(measurement, differences=("ranks was 4, the plan says 8",)), tmp_path / "other-run")
+    cases.append(([str(tmp_path / "other-run")], 2, "ranks was 4, the plan says 8; run the plan as written"))
+    for arguments, code, message in cases:
+        result = shell("calibrate", *arguments)
+        assert (result.code, result.out) == (code, ""), arguments
+        assert message in result.err and "Traceback" not in result.err
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_broken_store_stops_calibrate_but_not_plan(shell: Shell, tmp_path: Path) -> None:
+    before = gpu_memory(shell)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / DATABASE).write_text("not a database, " * 100)
+    directory = write_measurement(measurement_of(plan_on()), tmp_path / "run")
+    for arguments in ([str(directory)], ["--list"], ["--forget", "all"]):
+        result = shell("calibrate", *arguments)
+        assert (result.code, result.out) == (4, "")
+        assert "is not a database of measured runs" in result.err
+    planned = shell(*PLAN)
+    assert planned.code == 0 and json.loads(planned.out)["chosen"]["gpu_memory"] == before
+    assert planned.err.startswith("note: planning without measured runs: ") and planned.err.count("\n") == 1
+    assert shell(*PLAN, "--no-calibration").err == ""
+
+
+def test_a_file_from_elsewhere_cannot_steer_the_terminal(shell: Shell, tmp_path: Path) -> None:
+    measurement = measurement_of(plan_on())
+    steering = "\x1b]0;owned\x07[bold]"
+    ranks = tuple(replace(rank, device=steering) for rank in measurement.measured)
+    plan = replace(measurement.plan, gpu=steering, model=steering, layout=steering)
+    directory = write_measurement(replace(measurement, measured=ranks, plan=plan), tmp_path / "run")
+    for arguments in ([str(directory)], ["--list"]):
+        result = shell("calibrate", *arguments)
+        assert result.code == 0 and "\x1b" not in result.out and "\x07" not in result.out
+        assert "[bold]" in result.out
+
+
+def test_the_directory_of_the_store_is_no_setting_of_plan(shell: Shell) -> None:
+    assert "DATA_DIR" not in shell("plan", LLAMA, "--hardware", "8xH100-80GB", "--dry-run").out

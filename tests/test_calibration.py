@@ -1,0 +1,216 @@
+"""The moved interval: its rule as properties, and what plans make of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measuring import LLAMA_8B, measurement_of, plan_on, run_of
+from shardwright.cli.show import memory_bar
+from shardwright.ds_configs.calibration import Calibration, moved_factors
+from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.measurement import (
+    log_values,
+    measured_run,
+    measurement_from_text,
+    measurement_text,
+    report_lines,
+)
+from shardwright.ds_configs.memory import RESERVED_OVER_PREDICTED
+from shardwright.ds_configs.plan import PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.plan_json import plan_from_dict, plan_to_dict
+
+PUBLISHED = RESERVED_OVER_PREDICTED
+RATIO = st.floats(0.5, 2.0)
+RATIOS = st.lists(RATIO, min_size=1, max_size=40)
+CLOSE = 1e-12
+
+
+def width(ratios: list[float]) -> float:
+    low, _, high = moved_factors(PUBLISHED, ratios)
+    return high - low
+
+
+def test_without_runs_the_published_interval_stays() -> None:
+    assert moved_factors(PUBLISHED, []) == PUBLISHED
+
+
+def test_one_run_counts_as_much_as_the_publication() -> None:
+    # The mean of 1.05 and of 1.007 * 0.96, 1.038 and 1.093 * 1.04.
+    assert moved_factors(PUBLISHED, [1.05]) == pytest.approx((1.00836, 1.044, 1.09336))
+    # (1.007 + 2·1.02) / 3, (1.038 + 2·1.03) / 3, (1.093 + 2·1.04) / 3
+    assert moved_factors(PUBLISHED, [1.02, 1.04]) == pytest.approx((1.0156667, 1.0326667, 1.0576667))
+
+
+@given(ratios=RATIOS)
+def test_every_observed_ratio_is_inside_and_the_order_holds(ratios: list[float]) -> None:
+    low, middle, high = moved_factors(PUBLISHED, ratios)
+    assert low <= min(ratios) and max(ratios) <= high
+    assert low - CLOSE <= middle <= high + CLOSE
+
+
+@given(ratios=RATIOS, share=st.floats(0, 1))
+def test_a_run_within_those_seen_never_widens(ratios: list[float], share: float) -> None:
+    another = min(max(min(ratios) + share * (max(ratios) - min(ratios)), min(ratios)), max(ratios))
+    assert width([*ratios, another]) <= width(ratios) + CLOSE
+
+
+@given(ratios=RATIOS)
+def test_many_runs_leave_nothing_of_the_publication(ratios: list[float]) -> None:
+    low, middle, high = moved_factors(PUBLISHED, ratios * 20_000)
+    assert (low, middle, high) == pytest.approx((min(ratios), sum(ratios) / len(ratios), max(ratios)), abs=1e-4)
+
+
+def test_plans_without_fitting_runs_are_the_same() -> None:
+    plain = plan_on()
+    others = (run_of(plan_on("8xA100-80GB")), replace(run_of(plain), architecture="GPT2LMHeadModel"))
+    for calibration in (None, Calibration(runs=()), Calibration(runs=others)):
+        assert make_plan(plain.model, plain.hardware, plain.job, calibration=calibration) == plain
+
+
+def test_plans_count_the_runs_and_move_with_them() -> None:
+    plain = plan_on()
+    runs = tuple(replace(run_of(plain, ratio), identifier=f"{ratio:064f}") for ratio in (1.02, 1.03, 1.04))
+    moved = make_plan(plain.model, plain.hardware, plain.job, calibration=Calibration(runs=runs))
+    before, after = plain.chosen.memory.gpu, moved.chosen.memory.gpu
+    assert (before.calibrated_runs, after.calibrated_runs) == (0, 3)
+    assert after.allocated_bytes == before.allocated_bytes
+    assert before.low_bytes < after.low_bytes < after.peak_bytes < after.high_bytes < before.high_bytes
+    # high: (1.093 + 3·1.04) / 4 = 1.05325 of the tensors, where the publication says 1.093
+    assert before.high_bytes - after.high_bytes == pytest.approx(before.allocated_bytes * 0.03975, rel=1e-3)
+    assert sum(after.terms.values()) == after.peak_bytes
+    assert moved.chosen.reason.endswith("gradient checkpointing; interval from 3 measured runs on H100-80GB.")
+    assert plain.chosen.reason.endswith("gradient checkpointing.")
+    one = make_plan(plain.model, plain.hardware, plain.job, calibration=Calibration(runs=runs[:1]))
+    assert one.chosen.reason.endswith("; interval from 1 measured run on H100-80GB.")
+
+
+def test_runs_that_stayed_under_the_prediction_lower_the_peak_below_the_tensors() -> None:
+    plain = plan_on()
+    moved = make_plan(plain.model, plain.hardware, plain.job, calibration=Calibration(runs=(run_of(plain, 0.8),)))
+    gpu = moved.chosen.memory.gpu
+    # middle: (1.038 + 0.8) / 2 = 0.919
+    assert gpu.terms["allocator_fragmentation"] == pytest.approx(-0.081 * gpu.allocated_bytes, rel=1e-6)
+    assert sum(gpu.terms.values()) == gpu.peak_bytes
+    assert gpu.low_bytes < gpu.peak_bytes < gpu.high_bytes
+    bar = memory_bar(gpu).plain
+    assert bar.index("]") == len("[") + 60
+
+
+def test_measured_runs_decide_what_fits_and_what_is_suggested() -> None:
+    job = TrainingJob(strategy="zero1", gradient_checkpointing="off", offload="none", micro_batch_size=1)
+    hardware = parse_hardware("8xA100-80GB")
+    chosen = make_plan(LLAMA_8B, hardware, job).chosen.memory.gpu
+    tight = replace(hardware, gpu_bytes=chosen.high_bytes - 1)
+    with pytest.raises(PlanDoesNotFitError) as refused:
+        make_plan(LLAMA_8B, tight, job)
+    run = run_of(make_plan(LLAMA_8B, hardware, job), 1.01)
+    assert make_plan(LLAMA_8B, tight, job, calibration=Calibration(runs=(run,))).chosen.memory.fits
+    tighter = replace(hardware, gpu_bytes=round(chosen.high_bytes * 0.9))
+    with pytest.raises(PlanDoesNotFitError) as moved:
+        make_plan(LLAMA_8B, tighter, job, calibration=Calibration(runs=(run,)))
+    with pytest.raises(PlanDoesNotFitError) as plain:
+        make_plan(LLAMA_8B, tighter, job)
+
+    def same_accelerator(error: PlanDoesNotFitError) -> dict[str, int]:
+        return {s.change: s.high_bytes for s in error.suggestions if "--hardware" not in s.change}
+
+    before, after = same_accelerator(plain.value), same_accelerator(moved.value)
+    shared = before.keys() & after.keys()
+    assert refused.value.suggestions and shared
+    assert all(after[change] < before[change] for change in shared)
+
+
+def test_plans_of_earlier_versions_still_load() -> None:
+    plan = plan_on()
+    data = json.loads(json.dumps(plan_to_dict(plan)))
+    assert data["chosen"]["gpu_memory"].pop("calibrated_runs") == 0
+    for rejected in data["rejected"]:
+        del rejected["gpu_memory"]["calibrated_runs"]
+    loaded = plan_from_dict(data, source="plan.json")
+    assert plan_to_dict(loaded) == plan_to_dict(plan)
+
+
+def test_a_measurement_survives_its_file() -> None:
+    for plan in (plan_on(), plan_on(method="lora", teacher=LLAMA_8B)):
+        measurement = measurement_of(plan)
+        text = measurement_text(measurement)
+        assert measurement_from_text(text.encode(), source="file") == measurement
+        assert measured_run(measurement).identifier == measured_run(measurement_of(plan)).identifier
+        assert measured_run(measurement).identifier != measured_run(measurement_of(plan, 1.021)).identifier
+    assert json.loads(text)["plan"]["job"]["teacher"] == "meta-llama/Llama-3.1-8B"
+
+
+def test_the_fullest_rank_and_the_slowest_step_count() -> None:
+    plan = plan_on()
+    measurement = measurement_of(plan, 1.03)
+    run = measured_run(measurement)
+    assert run.ratio == pytest.approx(1.03, abs=1e-9)
+    assert (run.ranks, run.step_seconds, run.outside_allocator_bytes) == (8, pytest.approx(1.32), 1_100_000_000)
+    shown = "\n".join(report_lines(measurement))
+    assert "rank 7 of 8, NVIDIA H100 80GB HBM3" in shown and "4, 1.5, then 1.32 (median, slowest rank)" in shown
+    values = log_values(measurement)
+    assert values["plan/peak_reserved_gb"] == pytest.approx(run.reserved_peak_bytes / 1e9)
+    assert values["plan/predicted_allocated_gb"] == pytest.approx(plan.chosen.memory.gpu.allocated_bytes / 1e9)
+    assert values["plan/step_seconds"] == pytest.approx(1.32)
+    assert all(isinstance(value, float) for value in values.values())
+
+
+def change_rank(**values: Any) -> Any:
+    return lambda data: data["measured"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        (lambda data: data.update(schema_version=2), ["schema_version = 2: this version reads 1"]),
+        (lambda data: data.update(schema_version=True), ["schema_version = True"]),
+        (lambda data: data.pop("schema_version"), ["is not a measurement"]),
+        (lambda data: data.update(surprise=1), ["surprise = 1"]),
+        (lambda data: data.update(measured=[]), ["measured"]),
+        (lambda data: data["measured"].pop(0), ["must hold each rank once, in order"]),
+        (lambda data: data["predicted"].update(allocated_bytes=0), ["predicted.allocated_bytes = 0"]),
+        (lambda data: data["predicted"].update(peak_bytes="much"), ["predicted.peak_bytes = 'much'"]),
+        (lambda data: data["plan"].update(gpu=""), ["plan.gpu = ''"]),
+        (lambda data: data["plan"].pop("architecture"), ["plan.architecture: field required"]),
+        (change_rank(peak_reserved_bytes=-1, steps=1.5), ["measured.0.peak_reserved_bytes = -1", "measured.0.steps"]),
+        (change_rank(peak_reserved_bytes=10**30), ["measured.0.peak_reserved_bytes"]),
+        (change_rank(median_step_seconds=float("nan")), ["measured.0.median_step_seconds"]),
+        (change_rank(peak_reserved_bytes=True), ["measured.0.peak_reserved_bytes = True"]),
+    ],
+)
+def test_damaged_measurements_are_refused_with_every_fault(change: Any, messages: list[str]) -> None:
+    data = json.loads(measurement_text(measurement_of(plan_on())))
+    change(data)
+    with pytest.raises(RefusedInputError) as refused:
+        measurement_from_text(json.dumps(data).encode(), source="file")
+    assert len(refused.value.faults) == len(messages)
+    assert all(message in str(refused.value) for message in messages)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b" " * (16 * 2**20 + 1)])
+def test_what_is_no_measurement_is_refused(text: bytes) -> None:
+    with pytest.raises(RefusedInputError):
+        measurement_from_text(text, source="file")
+
+
+def test_runs_that_teach_nothing_are_refused() -> None:
+    plan = plan_on()
+    on_cpu = replace(
+        measurement_of(plan).measured[0], device="cpu", peak_allocated_bytes=None, peak_reserved_bytes=None
+    )
+    measurement = measurement_of(plan)
+    with pytest.raises(UsageError, match="had no accelerator"):
+        measured_run(replace(measurement, measured=(on_cpu, *measurement.measured[1:])))
+    with pytest.raises(UsageError, match="run: ranks was 4") as refused:
+        measured_run(replace(measurement, differences=("ranks was 4, the plan says 8", "optim was sgd")))
+    assert len(refused.value.faults) == 2
+    for ratio in (0.3, 2.5):
+        with pytest.raises(UsageError, match=r"must be within 0\.5 and 2\.0"):
+            run_of(plan, ratio)

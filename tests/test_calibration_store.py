@@ -1,0 +1,175 @@
+"""The database of measured runs: what it keeps, several writers at once, and files that are not it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from measuring import plan_on, run_of
+from shardwright.ds_configs.calibration import Calibration, MeasuredRun
+from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.plugins.calibration_store import FILE_NAME, CalibrationStore, data_directory
+from shardwright.plugins.planning import plan, stored_calibration
+
+RUN = run_of(plan_on())
+
+
+def numbered(number: int) -> MeasuredRun:
+    return replace(RUN, identifier=f"{number:064x}")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CalibrationStore:
+    return CalibrationStore(tmp_path / "new" / FILE_NAME, wait_seconds=0.2)
+
+
+def test_what_is_stored_comes_back_once(store: CalibrationStore) -> None:
+    assert store.calibration() == Calibration(runs=()) and not store.path.parent.exists()
+    assert store.add(RUN) and not store.add(RUN)
+    bare = replace(numbered(1), outside_allocator_bytes=None, step_seconds=None, model="päth'; DROP TABLE runs; --")
+    assert store.add(bare)
+    assert set(store.calibration().runs) == {RUN, bare}
+    assert all(stored.stored_at.endswith("+00:00") for stored in store.stored())
+
+
+def test_runs_are_forgotten_by_the_beginning_of_their_name(store: CalibrationStore) -> None:
+    assert store.forget("all") == 0
+    with pytest.raises(UsageError, match="is no stored run"):
+        store.forget("0")
+    for number in range(3):
+        store.add(numbered(number))
+    store.add(RUN)
+    for wrong, message in (("0", "begins the names of 3 runs"), ("", "is no stored run"), ("%", "is no stored run")):
+        with pytest.raises(UsageError, match=message):
+            store.forget(wrong)
+    assert store.forget(RUN.identifier[:12]) == 1
+    assert store.forget(f"{2:064x}") == 1
+    assert set(store.calibration().runs) == {numbered(0), numbered(1)}
+    assert store.forget("all") == 2
+    assert store.stored() == ()
+
+
+def test_many_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "shared" / FILE_NAME
+
+    def write(number: int) -> bool:
+        return CalibrationStore(path, wait_seconds=60).add(numbered(number % 20))
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        added = list(pool.map(write, range(40)))
+    assert sum(added) == 20
+    assert set(CalibrationStore(path).calibration().runs) == {numbered(number) for number in range(20)}
+
+
+def test_a_database_that_another_command_holds_is_said_to_be(store: CalibrationStore) -> None:
+    store.add(RUN)
+    holder = sqlite3.connect(store.path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    for act in (store.calibration, lambda: store.add(numbered(1)), lambda: store.forget("all")):
+        with pytest.raises(ShardwrightError, match=r"is held by another command for over 0\.2 s") as caught:
+            act()
+        assert caught.value.exit_code == 1
+    holder.rollback()
+    holder.close()
+    assert store.calibration().runs == (RUN,)
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there(store: CalibrationStore) -> None:
+    store.add(RUN)
+    program = (
+        "import os, sqlite3, sys\n"
+        "c = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "c.execute('PRAGMA cache_size = 1')\n"
+        "c.execute('BEGIN IMMEDIATE')\n"
+        "c.execute('DELETE FROM runs')\n"
+        "c.execute('CREATE TABLE filler (x)')\n"
+        "c.executemany('INSERT INTO filler VALUES (?)', [('x' * 4000,)] * 500)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(store.path)]).returncode == -9
+    assert store.path.with_name(f"{FILE_NAME}-journal").exists()
+    assert store.calibration().runs == (RUN,)
+
+
+def rewrite(path: Path, *statements: str) -> None:
+    connection = sqlite3.connect(path, isolation_level=None)
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+
+
+NOT_OURS = {
+    "noise": lambda path: path.write_bytes(os.urandom(5000)),
+    "a truncated file": lambda path: path.write_bytes(path.read_bytes()[:3000]),
+    "another program's": lambda path: (path.unlink(), rewrite(path, "CREATE TABLE cookies (name TEXT)")),
+    "a missing table": lambda path: rewrite(path, "DROP TABLE runs"),
+    "a missing column": lambda path: rewrite(path, "ALTER TABLE runs DROP COLUMN gpu"),
+    "text for a number": lambda path: rewrite(path, "UPDATE runs SET reserved_peak_bytes = 'many'"),
+    "bytes for text": lambda path: rewrite(path, "UPDATE runs SET gpu = x'00ff'"),
+    "a negative version": lambda path: rewrite(path, "PRAGMA user_version = -1"),
+}
+
+
+@pytest.mark.parametrize("damage", NOT_OURS)
+def test_files_that_are_no_such_database_are_refused_and_left(store: CalibrationStore, damage: str) -> None:
+    store.add(RUN)
+    NOT_OURS[damage](store.path)
+    before = store.path.read_bytes()
+    with pytest.raises(RefusedInputError, match="is not a database of measured runs") as caught:
+        store.calibration()
+    assert str(store.path) in str(caught.value) and "move the file away" in str(caught.value)
+    assert store.path.read_bytes() == before
+
+
+def test_a_newer_database_is_refused(store: CalibrationStore) -> None:
+    store.add(RUN)
+    rewrite(store.path, "PRAGMA user_version = 2")
+    for act in (store.calibration, lambda: store.add(numbered(1)), lambda: store.forget("all")):
+        with pytest.raises(RefusedInputError, match=r"newer Shardwright \(schema 2, this one reads 1\); upgrade"):
+            act()
+
+
+def test_an_empty_file_is_a_new_database(store: CalibrationStore) -> None:
+    store.path.parent.mkdir()
+    store.path.touch()
+    assert store.calibration().runs == ()
+    assert store.add(RUN)
+    assert store.calibration().runs == (RUN,)
+
+
+def test_a_place_that_cannot_hold_a_database_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / FILE_NAME, tmp_path):
+        with pytest.raises(ShardwrightError, match=r"cannot be used .*; set SHARDWRIGHT_DATA_DIR") as caught:
+            CalibrationStore(place).add(RUN)
+        assert caught.value.exit_code == 1
+
+
+def test_the_directory_is_the_users_unless_stated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
+    assert data_directory() == tmp_path
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", "")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    assert data_directory() == tmp_path / "xdg" / "shardwright"
+
+
+def test_planning_reads_the_users_runs_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
+    model = str(Path(__file__).parent / "data" / "models" / "meta-llama--Llama-3.1-8B")
+    CalibrationStore().add(RUN)
+    assert plan(model, "8xH100-80GB").chosen.memory.gpu.calibrated_runs == 1
+    assert plan(model, "8xA100-80GB").chosen.memory.gpu.calibrated_runs == 0
+    assert plan(model, "8xH100-80GB", calibration=None).chosen.memory.gpu.calibrated_runs == 0
+    runs = Calibration(runs=(RUN, numbered(1)))
+    assert plan(model, "8xH100-80GB", calibration=runs).chosen.memory.gpu.calibrated_runs == 2
+    (tmp_path / FILE_NAME).write_text("not a database, " * 100)
+    told: list[str] = []
+    assert stored_calibration(told.append) is None
+    assert told and told[0].startswith("planning without measured runs: calibration database ")
+    assert plan(model, "8xH100-80GB").chosen.memory.gpu.calibrated_runs == 0

@@ -1,0 +1,209 @@
+"""`PlanCallback` in real Trainer runs of a tiny model on this process's CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
+from shardwright.ds_configs.plan import Plan
+from shardwright.plugins.planning import plan
+
+SEQ_LEN = 16
+JOB = TrainingJob(seq_len_tokens=SEQ_LEN, micro_batch_size=2, global_batch_size=4, precision="fp32")
+
+
+class Meter:
+    """Says that the run took what it is told."""
+
+    def __init__(self, allocated: int, reserved: int) -> None:
+        self._peaks = (allocated, reserved)
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        return self._peaks
+
+
+@pytest.fixture(scope="module")
+def planned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a plan for one CPU rank."""
+    directory = tmp_path_factory.mktemp("planned") / "plan"
+    plan(str(tiny_llama), "1xCPU", JOB, calibration=None).write(directory)
+    return directory
+
+
+def reporter() -> Any:
+    """A reporter such as TensorBoard's: it records what is logged until training ends, then it is closed."""
+    from transformers import TrainerCallback
+
+    class Reporter(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: list[dict[str, Any]] = []
+            self.closed = False
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            assert not self.closed, "a closed reporter loses what is logged"
+            self.seen.append(dict(logs))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.closed = True
+
+    return Reporter()
+
+
+def trainer_of(model: Path, output: Path, callbacks: list[Any], steps: int = 4, **changes: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    ids = torch.arange(SEQ_LEN)
+    settings = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "optim": "adamw_torch_fused",
+        "use_cpu": True,
+        "max_steps": steps,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "output_dir": str(output),
+    }
+    return Trainer(
+        model=AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False),
+        args=TrainingArguments(**(settings | changes)),
+        train_dataset=[{"input_ids": ids, "labels": ids}] * 64,
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+    )
+
+
+def written(output: Path) -> RunMeasurement:
+    return measurement_from_text((output / FILE_NAME).read_bytes(), source="test")
+
+
+def test_an_attached_callback_reports_once_while_reporters_are_open(
+    planned: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwright.trainers import PlanCallback
+
+    allocated = Plan.load(planned).chosen.memory.gpu.allocated_bytes
+    callback = PlanCallback(planned, meter=Meter(allocated - 1000, allocated * 2), seq_len_tokens=SEQ_LEN)
+    recorder = reporter()
+    # Counting tokens puts train_runtime into the log of every step.
+    trainer = trainer_of(tiny_llama, tmp_path, [recorder], logging_steps=1, include_num_input_tokens_seen="all")
+    callback.attach(trainer)
+    trainer.train()
+
+    ours = [logs for logs in recorder.seen if any(name.startswith("plan/") for name in logs)]
+    assert len(ours) == 1 and recorder.closed
+    assert sum("train_runtime" in logs for logs in recorder.seen) > 4
+    assert ours[0]["plan/peak_allocated_gb"] == pytest.approx((allocated - 1000) / 1e9)
+    assert ours[0]["plan/peak_reserved_gb"] == pytest.approx(allocated * 2 / 1e9)
+    assert ours[0]["plan/predicted_allocated_gb"] == pytest.approx(allocated / 1e9)
+    assert ours[0]["plan/step_seconds"] > 0
+    assert any("plan/peak_allocated_gb" in logs for logs in trainer.state.log_history)
+
+    found = written(tmp_path)
+    (rank,) = found.measured
+    assert found.differences == ()
+    assert (found.plan.model_type, found.plan.layout, found.plan.gpu) == ("llama", "single", "CPU")
+    assert found.plan.parameters == trainer.model.num_parameters()
+    assert (rank.rank, rank.device, rank.steps, len(rank.first_step_seconds)) == (0, "cpu", 4, 2)
+    assert 0 < (rank.median_step_seconds or 0) < 60
+    assert rank.device_used_bytes is None and rank.later_peak_allocated_bytes is None
+    assert measured_run(found).ratio == pytest.approx(2.0)
+    assert {"torch", "transformers", "deepspeed"} <= found.versions.keys()
+    shown = capsys.readouterr().err
+    assert "tensors (peak allocated)" in shown and "written to" in shown
+
+
+def test_without_attach_the_file_is_written_and_a_new_training_replaces_it(
+    planned: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    from shardwright.trainers import PlanCallback
+
+    recorder = reporter()
+    (tmp_path / "mine.txt").write_text("kept")
+    trainer = trainer_of(tiny_llama, tmp_path, [PlanCallback(planned), recorder], steps=1)
+    trainer.train()
+    first = written(tmp_path)
+    assert first.measured[0].steps == 1 and first.step_seconds is None
+    assert first.measured[0].peak_reserved_bytes is None
+    with pytest.raises(UsageError, match="had no accelerator"):
+        measured_run(first)
+    assert not any(name.startswith("plan/") for logs in recorder.seen for name in logs)
+    recorder.closed = False
+    trainer.args.max_steps = 3
+    trainer.train()
+    assert written(tmp_path).measured[0].steps == 3
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+
+
+def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    from shardwright.trainers import PlanCallback
+
+    callback = PlanCallback(planned, meter=Meter(1, 1), seq_len_tokens=8, method="lora")
+    changes = {"per_device_train_batch_size": 1, "optim": "sgd", "gradient_checkpointing": True}
+    trainer_of(tiny_llama, tmp_path, [callback], steps=1, **changes).train()
+    assert written(tmp_path).differences == (
+        "per_device_train_batch_size was 1, the plan says 2",
+        "gradient_checkpointing was True, the plan says False",
+        "optim was sgd, the plan says adamw_torch_fused",
+        "sequence length was 8, the plan says 16",
+        "method was lora, the plan says full",
+    )
+
+
+def test_a_directory_that_cannot_be_written_does_not_lose_the_training(
+    planned: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwright.trainers import PlanCallback
+
+    (tmp_path / FILE_NAME).mkdir()
+    callback = PlanCallback(planned)
+    trainer = trainer_of(tiny_llama, tmp_path, [], steps=1)
+    callback.attach(trainer)
+    assert trainer.train().global_step == 1
+    assert "the measurement was not written" in capsys.readouterr().err
+
+
+def test_a_missing_plan_is_told_before_training(tmp_path: Path) -> None:
+    from shardwright.trainers import PlanCallback
+    from shardwright.trainers.train_causal_lm import main
+
+    with pytest.raises(UsageError, match=r"has no plan\.json"):
+        PlanCallback(tmp_path)
+    flags = ["--model", str(tmp_path / "none"), "--output-dir", str(tmp_path / "out"), "--plan", str(tmp_path)]
+    assert main(flags) == 2
+
+
+def test_accelerator_peaks_cover_the_first_step_and_tell_the_later_ones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from shardwright.trainers.plan_callback import AcceleratorPeaks
+
+    statistics = {"allocated": 900, "reserved": 1000}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: statistics.update(allocated=100, reserved=300))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: statistics["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: statistics["reserved"])
+    meter = AcceleratorPeaks()
+    assert meter.peaks() == (100, 300) and meter.later_peak() is None
+    statistics.update(allocated=500, reserved=700)
+    meter.first_step_ended()
+    statistics.update(allocated=400, reserved=650)
+    assert meter.peaks() == (500, 700) and meter.later_peak() == 400
+    statistics.update(allocated=800, reserved=950)
+    assert meter.peaks() == (800, 950) and meter.later_peak() == 800
+
+
+def test_naming_the_trainers_loads_no_heavy_library() -> None:
+    program = "import sys, shardwright.trainers; print({'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        from shardwright import trainers
+
+        trainers.Nothing  # noqa: B018

@@ -1,0 +1,426 @@
+"""What a rehearsal refuses before it launches anything, what it scales, and how it judges what ranks left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.cli.main import run
+from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.plan import Plan
+from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+from shardwright.plugins.planning import plan, read_hardware
+from shardwright.trainers.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
+from shardwright.trainers.rehearsal_checks import (
+    CHECK_NAMES,
+    check_export,
+    check_resumed,
+    check_training,
+    failed,
+    passed,
+    with_unreached,
+)
+from shardwright.trainers.rehearsal_files import choose_ranks
+from shardwright.trainers.rehearsal_launch import launcher_command
+from shardwright.trainers.rehearsal_report import (
+    PredictedPhase,
+    Rehearsal,
+    check_output_directory,
+    memory_figure,
+    report_files,
+    write_report,
+)
+from shardwright.trainers.rehearsal_worker import skewed_tokens
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+def written(model: Path, directory: Path, hardware: str = "2xCPU", **job: Any) -> Plan:
+    """Write a plan for the small model and return it."""
+    made = plan(str(model), hardware, TrainingJob(**{"seq_len_tokens": 64, "micro_batch_size": 2, **job}))
+    made.write(directory)
+    return made
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_yaml(file: Path, change: Any) -> None:
+    values = yaml.safe_load(file.read_text())
+    change(values)
+    file.write_text(yaml.safe_dump(values))
+
+
+def rehearse(capsys: pytest.CaptureFixture[str], directory: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """Run the command and return its exit code, its JSON and what it said on stderr."""
+    code = run(["rehearse", str(directory), "--format", "json", *flags])
+    captured = capsys.readouterr()
+    return code, json.loads(captured.out), captured.err
+
+
+def failing(report: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["detail"] for check in report["checks"] if check["passed"] is False}
+
+
+def test_an_edited_key_fails_the_files_and_names_the_nearest(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(model, tmp_path / "plan", strategy="zero2")
+    edit_json(tmp_path / "plan" / "ds_config.json", gradient_cliping="auto")
+    edit_json(tmp_path / "plan" / "training_arguments.json", lerning_rate=1e-4)
+    code, report, err = rehearse(capsys, tmp_path / "plan")
+    assert code == 2
+    assert list(failing(report)) == ["files"]
+    assert "did you mean 'learning_rate'?" in err and "gradient_clipping" in err
+    assert not report["passed"]
+    assert [check["name"] for check in report["checks"]] == list(CHECK_NAMES)
+    assert json.loads((tmp_path / "plan" / "rehearsal" / "rehearsal.json").read_text()) == report
+    assert not (tmp_path / "plan" / "rehearsal" / "rehearsal.png").exists()
+
+
+def test_a_missing_file_of_the_plan_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(model, tmp_path / "plan", strategy="zero2")
+    (tmp_path / "plan" / "ds_config.json").unlink()
+    (tmp_path / "plan" / "training_arguments.json").unlink()
+    code, report, _ = rehearse(capsys, tmp_path / "plan")
+    assert code == 2
+    assert (
+        "deepspeed_config_file" in failing(report)["files"]
+        and "names a file that does not exist" in failing(report)["files"]
+    )
+    assert "training_arguments.json: cannot be read" in failing(report)["files"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accelerate": {"num_processes": 6}}, "num_processes = 6: the plan is for 8xA100-80GB, which has 8"),
+        ({"deepspeed": {"train_batch_size": 15}}, "train_batch_size = 15: must equal"),
+        (
+            {
+                "deepspeed": {
+                    "train_batch_size": 15,
+                    "train_micro_batch_size_per_gpu": 2,
+                    "gradient_accumulation_steps": 1,
+                }
+            },
+            "2 · 1 · 8 = 16",
+        ),
+    ],
+)
+def test_ranks_and_batches_that_do_not_divide_are_found_for_the_plans_own_hardware(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    written(model, tmp_path / "plan", "8xA100-80GB", strategy="zero2")
+    edit_yaml(tmp_path / "plan" / "accelerate.yaml", lambda values: values.update(changes.get("accelerate", {})))
+    edit_json(tmp_path / "plan" / "ds_config.json", **changes.get("deepspeed", {}))
+    code, report, _ = rehearse(capsys, tmp_path / "plan")
+    assert (code, list(failing(report))) == (2, ["world_size"])
+    assert message in failing(report)["world_size"]
+    assert "\n" not in failing(report)["world_size"]
+
+
+def test_a_layer_class_that_the_model_has_not_and_a_replaced_optimizer_are_both_found(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(model, tmp_path / "plan", "8xA100-80GB", strategy="fsdp2")
+
+    def rename(values: dict[str, Any]) -> None:
+        values["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = "LlamaLayer"
+
+    edit_yaml(tmp_path / "plan" / "accelerate.yaml", rename)
+    code, report, _ = rehearse(capsys, tmp_path / "plan")
+    assert (code, list(failing(report))) == (2, ["layer_classes"])
+    assert "its layers are LlamaDecoderLayer" in failing(report)["layer_classes"]
+
+    written(model, tmp_path / "offload", "8xA100-80GB", strategy="zero2", offload="cpu")
+    edit_json(tmp_path / "offload" / "training_arguments.json", optim="adafactor")
+    code, report, _ = rehearse(capsys, tmp_path / "offload")
+    assert (code, list(failing(report))) == (2, ["optimizer"])
+    assert "would replace it with DeepSpeedCPUAdam" in failing(report)["optimizer"]
+
+
+def test_a_lock_that_a_killed_compilation_left_is_shown_and_kept(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    written(model, tmp_path / "plan", strategy="zero1")
+    code, report, err = rehearse(capsys, tmp_path / "plan")
+    assert (code, list(failing(report))) == (1, ["launch"])
+    assert f"delete it: rm {lock}" in err
+    assert lock.exists()
+
+
+def test_nvme_without_libaio_says_what_to_install(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(
+        str(model),
+        read_hardware("8xA100-80GB", nvme="/local_nvme:1TB"),
+        TrainingJob(seq_len_tokens=64, strategy="zero3", offload="nvme"),
+    )
+    made.write(tmp_path / "plan")
+    monkeypatch.setattr("shardwright.plugins.deepspeed.has_libaio", lambda: False)
+    code, report, _ = rehearse(capsys, tmp_path / "plan")
+    assert (code, list(failing(report))) == (1, ["launch"])
+    assert "install libaio-dev" in failing(report)["launch"]
+    assert any(change["where"].endswith("nvme_path") for change in report["changes"])
+
+
+def test_a_plan_of_another_schema_version_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(model, tmp_path / "plan")
+    edit_json(tmp_path / "plan" / "plan.json", schema_version=99)
+    code, report, _ = rehearse(capsys, tmp_path / "plan")
+    assert code == 4
+    assert "this version reads" in report["error"]["message"]
+
+
+def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(model, tmp_path / "plan")
+    flags = ["--steps", "2", "--time-limit", "0", "--ranks", "0"]
+    code, report, _ = rehearse(capsys, tmp_path / "plan", *flags)
+    assert code == 2
+    assert [fault["where"] for fault in report["error"]["faults"]] == ["steps", "time_limit", "ranks"]
+    for flag, value in (("--text", str(tmp_path / "none.txt")), ("--text", "/dev/null")):
+        assert rehearse(capsys, tmp_path / "plan", flag, value)[0] == 2
+    code, report, _ = rehearse(capsys, tmp_path / "plan", "--nodes-as-ranks")
+    assert (code, report["error"]["faults"][0]["rule"]) == (2, "the plan has one node")
+    assert not (tmp_path / "plan" / "rehearsal").exists()
+
+
+def test_a_model_that_is_gone_is_named_with_the_way_out(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(model, tmp_path / "plan")
+    model.rename(tmp_path / "moved")
+    code, report, _ = rehearse(capsys, tmp_path / "plan")
+    assert code == 2
+    assert "plan again from where it is now" in report["error"]["message"]
+
+
+def test_an_output_directory_with_other_files_needs_force(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(model, tmp_path / "plan")
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    code, report, _ = rehearse(capsys, tmp_path / "plan", "--output-dir", str(output))
+    assert (code, report["error"]["faults"][0]["where"]) == (2, "output_dir")
+    check_output_directory(output, force=True)
+    (output / "notes.txt").unlink()
+    (output / "rehearsal.json").write_text("{}")
+    check_output_directory(output, force=False)
+
+
+def rehearsal(made: Plan, **values: Any) -> Rehearsal:
+    checks = with_unreached([failed("files", "wrong")])
+    return Rehearsal(**{"plan": made, "source": None, "ranks": 2, "nodes": 1, "steps": 8, "checks": checks, **values})
+
+
+MEASURED = {"loss": {"weights": 3_000_000, "activations": 1_000_000}, "step": {"optimizer": 2_000_000}}
+PREDICTED = {"loss": PredictedPhase(terms={"weights": 5_000_000}, roles={"weights": 5_000_000})}
+
+
+def test_bars_are_as_high_as_the_bytes(model: Path) -> None:
+    made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
+    axes = memory_figure(rehearsal(made, measured=MEASURED, predicted=PREDICTED)).axes[0]
+    tops: dict[int, float] = {}
+    for patch in axes.patches:
+        place = round(patch.get_x() * 100)
+        tops[place] = max(tops.get(place, 0.0), patch.get_y() + patch.get_height())
+    assert [top for _, top in sorted(tops.items())] == pytest.approx([4.0, 5.0, 2.0, 0.0])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["loss", "step"]
+
+
+def test_a_full_disk_leaves_the_earlier_report_whole(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
+    write_report(rehearsal(made, measured=MEASURED, predicted=PREDICTED), tmp_path / "output")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "output").iterdir()}
+    assert before.keys() == {"rehearsal.json", "rehearsal.png"}
+    assert before["rehearsal.png"].startswith(b"\x89PNG")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ShardwrightError, match="No space left on device"):
+        write_report(rehearsal(made), tmp_path / "output")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "output").iterdir()} == before
+    monkeypatch.undo()
+    write_report(rehearsal(made), tmp_path / "output")
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["rehearsal.json"]
+
+
+def test_json_holds_roles_and_terms(model: Path) -> None:
+    made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
+    text = report_files(rehearsal(made, measured=MEASURED, predicted=PREDICTED))["rehearsal.json"]
+    report = json.loads(text)
+    assert report["measured"] == MEASURED
+    assert report["predicted"] == {"loss": {"weights": 5_000_000, "terms": {"weights": 5_000_000}}}
+    assert (report["schema_version"], report["passed"]) == (1, False)
+
+
+def record(**values: Any) -> dict[str, Any]:
+    return {"world_size": 2, "losses": [6.0, 5.0, 4.0], "probe_digest": "a", "probe_loss": 4.0, **values}
+
+
+@pytest.mark.parametrize(
+    ("records", "name", "detail"),
+    [
+        ([record(losses=[6.0, math.nan, 4.0])] * 2, "loss_finite", "nan"),
+        ([record(losses=[6.0, 6.5, 6.1])] * 2, "loss_falls", "6.000 to 6.100"),
+        ([record(), record(probe_digest="b", probe_loss=4.5)], "ranks_agree", "rank 0: 4.0, rank 1: 4.5"),
+        ([record(world_size=1)] * 2, "world_size", "Trainers count 1"),
+        ([record()], "world_size", "launched 2 ranks, 1 trained"),
+    ],
+)
+def test_what_ranks_wrote_is_judged(records: list[dict[str, Any]], name: str, detail: str) -> None:
+    good = check_training([record()] * 2, ranks=2, steps=3, vocab_size=512)
+    assert all(check.passed for check in good)
+    bad = {check.name: check for check in check_training(records, ranks=2, steps=3, vocab_size=512)}
+    assert detail in bad[name].detail and bad[name].passed is False and bad[name].exit_code == 1
+
+
+def test_resumed_losses_must_be_the_same_bits() -> None:
+    assert check_resumed([4.0, 3.0, 2.0, 1.5], [2.0, 1.5], save_step=2).passed
+    assert not check_resumed([4.0, 3.0, 2.0, 1.5], [2.0, 1.5 + 1e-12], save_step=2).passed
+    assert not check_resumed([4.0, 3.0, 2.0, 1.5], [1.5], save_step=2).passed
+
+
+def test_deepspeeds_cpu_adam_may_resume_with_other_roundings() -> None:
+    assert check_resumed([4.0, 3.0, 2.0, 1.5], [2.0, 1.5001], save_step=2, cpu_optimizer=True).passed
+    assert not check_resumed([4.0, 3.0, 2.0, 1.5], [2.0, 1.6], save_step=2, cpu_optimizer=True).passed
+    assert not check_resumed([4.0, 3.0, 2.0, 1.5], [1.5], save_step=2, cpu_optimizer=True).passed
+
+
+def test_an_export_must_be_safetensors_with_the_trained_logits(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    export = tmp_path / "export"
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+
+    def verdict(error: str | None = None) -> Any:
+        return check_export(export, one, other, error, precision="fp32")
+
+    assert "nothing" in verdict().detail
+    export.mkdir()
+    save_file({"weight": torch.ones(1)}, export / "model.safetensors")
+    logits_BTV = torch.arange(6.0).view(1, 2, 3)
+    save_file({"logits_BTV": logits_BTV}, one)
+    save_file({"logits_BTV": logits_BTV}, other)
+    assert verdict().passed and "bit for bit" in verdict().detail
+    save_file({"logits_BTV": logits_BTV + 0.01}, other)
+    assert "differ" in verdict().detail
+    assert "refuses it: KeyError" in verdict("KeyError: 'layer'").detail
+    (export / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin" in verdict().detail
+
+
+@given(names=st.lists(st.sampled_from(CHECK_NAMES), unique=True), failures=st.sets(st.sampled_from(CHECK_NAMES)))
+def test_every_check_is_listed_once_in_its_order(names: list[Any], failures: set[Any]) -> None:
+    checks = [failed(name, "no") if name in failures else passed(name, "yes") for name in names]
+    listed = with_unreached(checks)
+    assert [check.name for check in listed] == list(CHECK_NAMES)
+    expected = {name: name not in failures for name in names}
+    assert {check.name: check.passed for check in listed} == dict.fromkeys(CHECK_NAMES) | expected
+
+
+def test_a_result_at_run_time_replaces_a_pass_but_no_failure() -> None:
+    later = with_unreached([passed("world_size", "planned"), failed("world_size", "seen")])
+    assert next(check for check in later if check.name == "world_size").detail == "seen"
+    kept = with_unreached([failed("world_size", "planned"), passed("world_size", "seen")])
+    assert next(check for check in kept if check.name == "world_size").detail == "planned"
+
+
+def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
+    arguments = {"fp16": True, "optim": "paged_adamw_8bit", "tf32": True, "push_to_hub": True, "weight_decay": 0.1}
+    found, changes = cpu_arguments(arguments, steps=8, save_step=4)
+    assert found["bf16"] is True and found["fp16"] is False and found["optim"] == "adamw_torch"
+    assert "tf32" not in found and found["push_to_hub"] is False and found["weight_decay"] == 0.1
+    reported = {change.where.removeprefix("training_arguments.json: ") for change in changes}
+    assert reported == {"fp16", "bf16", "optim", "tf32", "push_to_hub", "learning_rate", "max_steps"}
+    assert cpu_deepspeed({"fp16": {"enabled": "auto", "loss_scale": 0}})[0] == {"bf16": {"enabled": "auto"}}
+    accelerate, changes = cpu_accelerate({"mixed_precision": "fp16", "gpu_ids": "0,1", "debug": False})
+    assert accelerate == {"mixed_precision": "bf16", "debug": False} and len(changes) == 2
+    accelerate, changes = cpu_accelerate({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}})
+    assert accelerate == {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False}} and len(changes) == 1
+
+
+@given(st.dictionaries(st.sampled_from(["weight_decay", "max_grad_norm", "seed", "adam_beta1"]), st.integers(0, 9)))
+def test_other_training_arguments_stay(arguments: dict[str, int]) -> None:
+    found, _ = cpu_arguments(arguments, steps=8, save_step=4)
+    assert {name: found[name] for name in arguments} == arguments
+
+
+def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
+    assert choose_ranks(Strategy(engine="ddp", dp_replicate=8), nodes=1, ranks=None) == 2
+    assert choose_ranks(Strategy(engine="single"), nodes=1, ranks=None) == 1
+    hybrid = Strategy(engine="fsdp2", dp_replicate=2, dp_shard=8)
+    assert choose_ranks(hybrid, nodes=1, ranks=None) == 4
+    zeropp = Strategy(engine="deepspeed", zero_stage=3, dp_shard=16, zero=ZeroOptions(hpz_partition_size=4))
+    assert choose_ranks(zeropp, nodes=2, ranks=None) == 8
+    with pytest.raises(UsageError, match="use --ranks"):
+        choose_ranks(hybrid, nodes=1, ranks=3)
+
+
+def test_each_node_gets_its_launcher_and_plain_cpu_ranks_get_torchrun(tmp_path: Path) -> None:
+    def command(kind: str, nodes: int = 1, node: int = 0) -> str:
+        rehearsed: Any = SimpleNamespace(accelerate={"distributed_type": kind, "num_processes": 4})
+        return " ".join(launcher_command(rehearsed, tmp_path, "train", node, nodes, 29511))
+
+    worker = f"-m shardwright.trainers.rehearsal_worker {tmp_path} train"
+    file = f"accelerate launch --config_file {tmp_path}/accelerate.yaml --main_process_port 29511"
+    assert command("DEEPSPEED") == f"{file} {worker}"
+    second = "--num_machines 2 --num_processes 4 --machine_rank 1 --main_process_ip 127.0.0.1"
+    assert command("FSDP", nodes=2, node=1) == f"{file} {second} {worker}"
+    address = "--master-addr 127.0.0.1 --master-port 29511"
+    assert command("MULTI_CPU", nodes=2, node=1) == (
+        f"torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {address} {worker}"
+    )
+
+
+def test_synthetic_tokens_can_be_learned_in_a_few_steps() -> None:
+    tokens = skewed_tokens(20_000, 1024, seed=0)
+    assert tokens.tolist() == skewed_tokens(20_000, 1024, seed=0).tolist()
+    counts = tokens.bincount()
+    shares = counts[counts > 0].double() / len(tokens)
+    assert len(shares) <= 16
+    assert float(-(shares * shares.log2()).sum()) == pytest.approx(2.0, abs=0.05)

@@ -1,0 +1,187 @@
+"""`meter_trainer` on small Trainer runs of one process: phases in order, roles by parameter arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from shardwright.plugins.byte_meter import ByteMeter, MeterPhase, MeterReading
+from shardwright.plugins.peft import add_lora
+from shardwright.plugins.trainer_phases import WARM_UP_STEPS, meter_trainer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
+
+SEQ_LEN = 16
+STEPS = WARM_UP_STEPS + 1
+
+
+class RecordingMeter(ByteMeter):
+    """Keeps the names of the phases, and the phases at whose end peaks were forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[MeterPhase] = []
+        self.resets: list[int] = []
+
+    def enter(self, phase: MeterPhase) -> None:
+        super().enter(phase)
+        self.entered.append(phase)
+
+    def reset_peaks(self) -> None:
+        super().reset_peaks()
+        self.resets.append(len(self.entered))
+
+
+@dataclass
+class Run:
+    """What one training left behind."""
+
+    reading: MeterReading
+    entered: list[MeterPhase]
+    resets: list[int]
+    trained: list[torch.nn.Parameter] = field(default_factory=list)
+    frozen: list[torch.nn.Parameter] = field(default_factory=list)
+
+
+def train(directory: Any, *, lora: bool = False, **settings: Any) -> Run:
+    """Train a Llama with 2 layers of width 32 for three steps."""
+    arguments = TrainingArguments(
+        output_dir=str(directory),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        **({"optim": "adamw_torch_fused"} | settings),
+    )
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        tie_word_embeddings=False,
+    )
+    tokens = torch.randint(0, config.vocab_size, (arguments.gradient_accumulation_steps * 2 * STEPS, SEQ_LEN))
+    with RecordingMeter() as meter:
+        model: Any = LlamaForCausalLM(config)
+        if lora:
+            model = add_lora(model, rank=4, targets="all-linear", fp32_adapters=True)
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=[{"input_ids": sample, "labels": sample} for sample in tokens],
+            data_collator=default_data_collator,
+        )
+        meter_trainer(trainer, meter)
+        trainer.train()
+        reading = meter.reading()
+    run = Run(reading=reading, entered=meter.entered, resets=meter.resets)
+    for parameter in model.parameters():
+        (run.trained if parameter.requires_grad else run.frozen).append(parameter)
+    return run
+
+
+def count(parameters: list[torch.nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def check_roles(run: Run) -> None:
+    """Weights, gradients and optimizer states in fp32, by arithmetic."""
+    for phase, roles in run.reading.roles.items():
+        assert sum(roles.values()) == run.reading.peaks[phase], phase
+        assert roles["buckets"] == 0, "one process shards nothing"
+        assert roles["weights"] == 4 * (count(run.trained) + count(run.frozen)), phase
+    step = run.reading.roles["step"]
+    assert step["gradients"] == 4 * count(run.trained)
+    # Adam's moments, and a step count of 4 bytes for each parameter.
+    states = 8 * count(run.trained) + 4 * len(run.trained)
+    # The Trainer keeps the norm of the last gradients, made in the step phase.
+    assert run.reading.roles["forward"]["optimizer"] == states + 4
+    assert run.reading.roles["loss"]["gradients"] == 0, "gradients are forgotten after each step"
+    # Clipping adds one norm of 4 bytes for each parameter, stacks them and takes a few scalars.
+    assert states <= step["optimizer"] <= states + 16 * len(run.trained) + 64
+
+
+def test_phases_follow_each_other_and_roles_are_arithmetic(tmp_path):
+    run = train(tmp_path)
+    assert run.entered == ["forward", "loss", "backward", "step", "other"] * STEPS
+    assert run.resets == [5 * WARM_UP_STEPS], "what the first steps needed is forgotten"
+    check_roles(run)
+    assert run.reading.peak_bytes == max(run.reading.peaks[name] for name in ("forward", "loss", "backward", "step"))
+    # The logits of 2 sequences, in the model's precision and for the loss in fp32.
+    logits_bytes = 4 * 2 * SEQ_LEN * 256
+    roles = run.reading.roles
+    assert roles["loss"]["activations"] - roles["forward"]["activations"] >= 2 * logits_bytes
+
+
+def test_accumulation_steps_once(tmp_path):
+    run = train(tmp_path, gradient_accumulation_steps=2)
+    micro_batch = ["forward", "loss", "backward"]
+    assert run.entered == [*micro_batch, "other", *micro_batch, "step", "other"] * STEPS
+    roles = run.reading.roles["forward"]
+    assert roles["gradients"] in (0, 4 * count(run.trained))
+    assert run.reading.roles["step"]["gradients"] == 4 * count(run.trained)
+    for phase, found in run.reading.roles.items():
+        assert sum(found.values()) == run.reading.peaks[phase]
+
+
+def test_checkpointing_keeps_fewer_activations(tmp_path):
+    settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    kept = [
+        train(tmp_path, gradient_checkpointing=on, **settings).reading.roles["forward"]["activations"]
+        for on in (False, True)
+    ]
+    assert kept[1] < kept[0] / 2
+
+
+def test_adapters_have_gradients_and_the_base_has_none(tmp_path):
+    run = train(tmp_path, lora=True)
+    assert 0 < count(run.trained) < count(run.frozen)
+    assert run.entered == ["forward", "loss", "backward", "step", "other"] * STEPS
+    check_roles(run)
+
+
+@pytest.mark.parametrize("warm_up_steps", [1, 2])
+def test_without_an_output_head_the_forward_phase_holds_the_loss(warm_up_steps):
+    """The callback and the wrappers alone, on a stand-in for a Trainer."""
+
+    class Accelerator:
+        sync_gradients = True
+
+        def backward(self, loss: torch.Tensor) -> None:
+            loss.backward()
+
+    class Stub:
+        def __init__(self) -> None:
+            self.model = self.model_wrapped = torch.nn.Linear(8, 4)
+            self.optimizer = torch.optim.SGD(self.model.parameters())
+            self.accelerator = Accelerator()
+            self.callbacks: list[Any] = []
+
+        def compute_loss(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+            return model(inputs).square().mean()
+
+        def add_callback(self, callback: Any) -> None:
+            self.callbacks.append(callback)
+
+    class State:
+        global_step = 0
+
+    stub = Stub()
+    with RecordingMeter() as meter:
+        meter_trainer(stub, meter, warm_up_steps=warm_up_steps)
+        for step in range(1, 3):
+            State.global_step = step
+            stub.callbacks[0].on_step_begin(None, State, None)
+            stub.accelerator.backward(stub.compute_loss(stub.model, torch.ones(2, 8)))
+            stub.optimizer.step()
+            stub.callbacks[0].on_step_end(None, State, None)
+    assert meter.entered == ["forward", "step", "other"] * 2
+    assert meter.resets == [3 * warm_up_steps]
+    assert meter.reading().roles.get("step", {}).get("gradients", 0) == (4 * 36 if warm_up_steps == 1 else 0)
