@@ -14,9 +14,6 @@ from .moments import Moment, Terms, at_moments
 from .strategy import Strategy, ZeroOptions
 from .zero3_gathers import gathered_elements
 
-REDUCTIONS: tuple[Moment, ...] = ("head_backward", "after_last_layer", "after_first_layer", "embedding_backward")
-"""The moments at which a bucket is reduced."""
-
 
 def buffer_terms(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
@@ -61,9 +58,9 @@ def _stage1_and_2_buckets(
     """Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket.
 
     Stage 1 reduces only at the end of accumulation, so that its buckets live through the forward passes before. A
-    bucket is full somewhere inside a layer's backward. A gradient that exceeds it waits beside it for the next one;
-    offload clones such a gradient and takes the norm of each in fp64 (stage_1_and_2.py:1439, 1905). A tied head's
-    gradient waits in autograd for the embedding's.
+    bucket fills somewhere inside a layer's backward. A gradient that exceeds it waits beside it for the next one, the
+    head's for that of the final norm; offload clones such a gradient and takes the norm of each in fp64
+    (stage_1_and_2.py:1439, 1905). A tied head's gradient waits in autograd for the embedding's.
     """
     width = job.compute_bytes
     if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
@@ -79,23 +76,29 @@ def _stage1_and_2_buckets(
     tied = head if model.tied_embeddings else 0
 
     def reduction(unit: int, waiting: int) -> Terms:
-        oversized = unit > size
-        copied = width * unit if oversized and offload else 0 if oversized else width * size
-        if offload:
-            copied = max(copied, 8 * min(unit, shard))
+        copied = bucket_copy(unit)
+        if unit > size:
+            copied = max(width * unit, 8 * min(unit, shard)) if offload else 0
         unreduced = 0 if counted else tied + unit + (waiting if waiting > size else 0)
         return buckets | {"reduce_copy": copied, "module_gradients": width * unreduced}
 
-    last = reduction(layer, layer) if tied else reduction(max(head, layer), layer)
-    first = reduction(layer, layer)
+    def bucket_copy(*units: int) -> int:
+        norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
+        return max(width * size, *norms, 0)
+
+    def in_layer(*units: int) -> Terms:
+        return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
+
+    oversized_head = reduction(head, 0) if head > size and not tied else {}
     return at_moments(
         {},
         loss=kept,
         head_backward={"module_gradients": 0 if counted else width * head},
-        last_layer_backward=last,
-        after_last_layer=last,
-        first_layer_backward=first,
-        after_first_layer=first,
+        after_head=oversized_head,
+        last_layer_backward=in_layer(layer, 0 if tied else head),
+        after_last_layer=reduction(layer, layer),
+        first_layer_backward=in_layer(layer),
+        after_first_layer=reduction(layer, layer),
         embedding_backward=reduction(embedding, layer),
     )
 
@@ -112,7 +115,8 @@ def _stage3_gathers(
 ) -> dict[Moment, Terms]:
     """Gathered parameters (`zero3_gathers.py`), persistent ones, the gradient bucket and what a reduction copies.
 
-    Between modules a coalesced gather holds its flat buffer beside each tensor's copy (partition_parameters.py:795).
+    Between the modules of a layer a coalesced gather holds its flat buffer beside each tensor's copy
+    (partition_parameters.py:795), and a full bucket is reduced.
 
     A gradient that exceeds the bucket is reduced from where it is; the bucket itself is flattened into a copy.
     Frozen 4-bit weights are gathered packed; counting them in compute precision covers the dequantized copy.
@@ -131,6 +135,7 @@ def _stage3_gathers(
     in_layer = model.largest_layer_unit + tied
     units: dict[Moment, int] = {
         "head_backward": parameters.trainable_tail,
+        "after_head": parameters.trainable_tail,
         "last_layer_backward": in_layer,
         "after_last_layer": in_layer,
         "first_layer_backward": in_layer,
@@ -142,7 +147,7 @@ def _stage3_gathers(
     for moment, unit in units.items():
         gradients = unit if job.method == "full" else min(unit, parameters.largest_trainable)
         more[moment]["module_gradients"] = width * gradients
-        if moment in REDUCTIONS:
+        if moment != "head_backward":
             more[moment] |= {"reduce_copy": copied, "prefetch_copies": fetched}
     return at_moments(always, **more)
 
@@ -177,6 +182,7 @@ def _fsdp2_units(
         forward_end=held(tail + latest, 0),
         loss_backward=held(tail, 0),
         head_backward=held(tail + layer, tail_gradient),
+        after_head=held(kept + layer, 2 * tail_gradient),
         last_layer_backward=held(kept + 2 * layer, kept_gradient + before),
         after_last_layer=held(kept + layer, kept_gradient + 2 * layer_gradient),
         first_layer_backward=held(kept + layer + embedding, kept_gradient + layer_gradient),

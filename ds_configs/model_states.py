@@ -55,6 +55,7 @@ class RankParameters:
         in_layers = self.trainable - self.trainable_outside_layers
         done = {
             "head_backward": self.trainable_tail,
+            "after_head": self.trainable_tail,
             "last_layer_backward": self.trainable_tail,
             "after_last_layer": self.trainable_tail + in_layers // self.layers,
             "first_layer_backward": self.trainable_tail + in_layers - in_layers // self.layers,
@@ -219,8 +220,27 @@ def _stage1_and_2(
     update = {"fp32_gradients": 4 * shard} | foreach
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
     if strategy.zero_stage == 1:
-        return at_moments(rest, **growing_gradients(strategy, parameters, full), step=step)
+        return at_moments(
+            rest, **_whole_and_partition_gradients(strategy, parameters, full, whole_tensors, width), step=step
+        )
     return at_moments(rest, **_partition_gradients(strategy, width * whole, width * last), step=step)
+
+
+def _whole_and_partition_gradients(
+    strategy: Strategy, parameters: RankParameters, full: int, whole_tensors: tuple[int, int], width: int
+) -> dict[str, Terms]:
+    """Stage 1 keeps whole gradients and copies those of its partition into a buffer as they are reduced.
+
+    The buffer is allocated at once, when the first gradient of the partition is reduced; the last rank's come first. A
+    gradient that has been copied is freed.
+    """
+    whole, last = whole_tensors
+    found = growing_gradients(strategy, parameters, full)
+    if strategy.gradient_accumulation_steps > 1:
+        return found | {"backward": {"gradients": full + width * whole}}
+    for moment in ("after_head", "last_layer_backward", "after_last_layer"):
+        found[moment] = {"gradients": max(found[moment]["gradients"], width * last)}
+    return found
 
 
 def _partition_gradients(strategy: Strategy, whole_bytes: int, last_bytes: int) -> dict[str, Terms]:
@@ -236,7 +256,7 @@ def _partition_gradients(strategy: Strategy, whole_bytes: int, last_bytes: int) 
         return {
             "loss": gradients,
             "backward": gradients,
-            **dict.fromkeys(("last_layer_backward", "after_last_layer"), early),
+            **dict.fromkeys(("after_head", "last_layer_backward", "after_last_layer"), early),
             **dict.fromkeys(("first_layer_backward", "after_first_layer", "embedding_backward"), late),
         }
     reduced = {moment: gradients for moment, phase in PHASES.items() if phase == "backward"}

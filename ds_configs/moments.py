@@ -12,6 +12,7 @@ Moment = Literal[
     "forward_end",
     "loss_backward",
     "head_backward",
+    "after_head",
     "last_layer_backward",
     "after_last_layer",
     "first_layer_backward",
@@ -20,8 +21,8 @@ Moment = Literal[
     "step",
 ]
 """In their order: the forward pass of the last layer, the loss while it is computed and while it is differentiated, the
-output head's weights, the last layer's backward pass and the reduction of its gradients, the same of the first layer,
-the token embedding, the optimizer's update."""
+backward pass of the output head and the reduction of its gradients, the same of the last and of the first layer, the
+token embedding, the optimizer's update."""
 
 Terms = dict[str, int]
 
@@ -31,6 +32,7 @@ PHASES: Mapping[Moment, Phase] = {
     "forward_end": "loss",
     "loss_backward": "loss",
     "head_backward": "backward",
+    "after_head": "backward",
     "last_layer_backward": "backward",
     "after_last_layer": "backward",
     "first_layer_backward": "backward",

@@ -137,6 +137,7 @@ def _activation_terms(
         forward_end=loss | {"loss": traced.loss_forward_peak_bytes // ranks},
         loss_backward=loss | {"loss": traced.loss_backward_peak_bytes // ranks},
         head_backward=kept(layers) | {"loss": logit_gradient},
+        after_head=kept(layers),
         last_layer_backward=kept(layers) | transient_terms,
         after_last_layer=kept(layers - 1),
         first_layer_backward=kept(1) | transient_terms,
@@ -177,7 +178,7 @@ def _weight_copies(
             {},
             loss=all_layers,
             last_layer_forward=making,
-            **dict.fromkeys(("head_backward", "last_layer_backward", "after_last_layer"), all_layers),
+            **dict.fromkeys(("head_backward", "after_head", "last_layer_backward", "after_last_layer"), all_layers),
             **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
         )
     autocast = {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
@@ -185,7 +186,7 @@ def _weight_copies(
     return at_moments(
         {},
         last_layer_forward={**again, **autocast},
-        **dict.fromkeys(("forward_end", "loss_backward", "head_backward"), autocast),
+        **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), autocast),
         **dict.fromkeys(("last_layer_backward", "first_layer_backward"), again),
     )
 

@@ -45,6 +45,7 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, checkpointing: boo
             held[moment] = max(held.get(moment, 0), available)
     same: tuple[tuple[Moment, Moment], ...] = (
         ("loss_backward", "forward_end"),
+        ("after_head", "head_backward"),
         ("after_last_layer", "last_layer_backward"),
         ("after_first_layer", "first_layer_backward"),
     )
