@@ -60,6 +60,7 @@ keys: install
 
 bench: install
 	$(BIN)/python benchmarks/planning_time.py
+	$(BIN)/python benchmarks/memory_accuracy.py
 
 clean:
 	rm -rf build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

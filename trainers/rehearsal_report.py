@@ -177,5 +177,5 @@ def memory_figure(rehearsal: Rehearsal) -> Figure:
     axes.set_ylabel("MB of tensors on the fullest rank")
     label = rehearsal.plan.chosen.strategy.label
     axes.set_title(f"{label} on {rehearsal.ranks} CPU ranks: measured (left), predicted (right)", fontsize=10)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     return figure

@@ -34,9 +34,9 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     started = time.monotonic()
-    with pytest.raises(LaunchFailedError, match="stopped after 15 s"):
-        torchrun([str(script), str(tmp_path)], timeout_seconds=15)
-    assert time.monotonic() - started < 60
+    with pytest.raises(LaunchFailedError, match="stopped after 25 s"):
+        torchrun([str(script), str(tmp_path)], timeout_seconds=25)
+    assert time.monotonic() - started < 70
     ranks = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
     assert not [rank for rank in ranks if is_running(rank)]
 

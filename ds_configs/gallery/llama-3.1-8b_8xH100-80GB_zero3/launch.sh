@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-3.1-8B on 8xH100-80GB: zero3, micro-batch 1 x 1, 52.8 of 84.9 GB
-# ZeRO-3 is the strategy you asked for: it needs 52.8 GB (48.7 to 58.4) of 84.9 GB, at most in the loss phase: activations 26.5, optimizer states 8.0, loss 6.3, master weights 4.0; micro-batch 1 without gradient checkpointing.
+# ZeRO-3 is the strategy you asked for: it needs 52.8 GB (48.2 to 59.0) of 84.9 GB, at most in the loss phase: activations 26.5, optimizer states 8.0, loss 6.3, master weights 4.0; micro-batch 1 without gradient checkpointing.
 # Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.1-8B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 84.9 GB usable on each accelerator.
 # Assumes a common server where you stated nothing: host_bytes_per_node = 2.199e+12.
