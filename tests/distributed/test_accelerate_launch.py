@@ -13,7 +13,7 @@ import torch
 import yaml
 from cases import RANKS, SEQ_LEN, STEPS, Case, deepspeed_configuration
 from safetensors.torch import load_file
-from shardwright.plugins.launching import accelerate_launch, torchrun
+from shardwright.plugins.launching import LaunchFailedError, accelerate_launch, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed
@@ -140,5 +140,5 @@ def test_zero3_is_refused_before_training_when_its_weights_cannot_be_saved(
     configuration = deepspeed_configuration(3)
     configuration["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
     (tmp_path / "ds_config.json").write_text(json.dumps(configuration))
-    with pytest.raises(RuntimeError, match="can be saved under ZeRO-3 only when the weights are gathered"):
+    with pytest.raises(LaunchFailedError, match="can be saved under ZeRO-3 only when the weights are gathered"):
         accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path))
