@@ -62,14 +62,24 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         raise
     except BrokenPipeError:
-        # The reader of stdout left (`| head`); a second flush at exit would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of stdout left (`| head`).
+        _discard_stdout()
         return 0
     except OSError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
         place = f"{error.filename}: " if error.filename else ""
-        return _report(1, f"{place}{error.strerror or error}", arguments)
+        code = _report(1, f"{place}{error.strerror or error}", arguments)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_stdout()
+        return code
+
+
+def _discard_stdout() -> None:
+    """Another flush at exit would fail again: Python 3.11.2 then exits with 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(code: int, message: str, arguments: Sequence[str], error: ShardwrightError | None = None) -> int:

@@ -43,6 +43,10 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, checkpointing: boo
     for (_, moment), available in zip(turns, _replay([unit for unit, _ in turns], zero), strict=True):
         if moment is not None:
             held[moment] = max(held.get(moment, 0), available)
+    # A single layer is the last one and the first; an encoder may have neither head nor token embedding.
+    held.setdefault("first_layer_backward", held["last_layer_backward"])
+    held.setdefault("head_backward", held["forward_end"])
+    held.setdefault("embedding_backward", 0)
     same: tuple[tuple[Moment, Moment], ...] = (
         ("loss_backward", "forward_end"),
         ("after_head", "head_backward"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -109,8 +109,7 @@ def test_wheel(distributions, tmp_path):
 
 def test_sdist_builds_the_same_wheel(distributions, tmp_path):
     wheel, sdist = distributions
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(sdist, tmp_path)
     source = next(path for path in tmp_path.iterdir() if path.is_dir())
     rebuilt = tmp_path / "rebuilt"
     subprocess.run(

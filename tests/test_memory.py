@@ -300,3 +300,13 @@ def test_buckets_never_exceed_what_there_is_to_reduce(stage):
     job = TrainingJob(method="lora", lora_rank=8)
     trainable = rank_parameters(MODEL, job).trainable
     assert default_zero_options(MODEL, job, stage=stage).reduce_bucket_size <= trainable + 1
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_layer_is_the_first_and_the_last(name, checkpointing):
+    model, job = llama(num_hidden_layers=1), TrainingJob(seq_len_tokens=64)
+    strategy = strategy_of(name, 2, gradient_checkpointing=checkpointing)
+    gpu = estimate_memory(strategy, model, parse_hardware("2xA100-80GB"), job).gpu
+    deeper = estimate_memory(strategy, llama(num_hidden_layers=2), parse_hardware("2xA100-80GB"), job).gpu
+    assert 0 < gpu.allocated_bytes < deeper.allocated_bytes

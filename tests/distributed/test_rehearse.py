@@ -94,6 +94,8 @@ def running_rehearsal(directory: Path) -> Iterator[tuple[subprocess.Popen[str], 
     """Start the command, wait until both ranks run, and yield it with the ranks by number."""
     command = [sys.executable, "-m", "shardwright", "rehearse", str(directory), "--format", "json"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell's background job ignores SIGINT, and would pass that on.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, **pipes) as process:
         try:
             ranks: dict[int, psutil.Process] = {}
