@@ -171,10 +171,16 @@ def main() -> int:
     parser.add_argument("--stored", action="store_true", help=f"predict the measurements in {MEASURED.name} again")
     parser.add_argument("--write", action="store_true", help=f"store measurements and tables in {DOCUMENT.name}")
     options = parser.parse_args()
+    wanted = {case.name for case in grid() if re.search(options.only or "", case.name)}
+    if options.only and options.write:
+        parser.error("--write stores the whole grid: leave --only out")
+    if not wanted:
+        parser.error(f"--only {options.only} matches no case")
     if options.stored:
         records = json.loads(MEASURED.read_text(encoding="utf-8"))
+        records = [record for record in records if Case(**record["case"]).name in wanted]
     else:
-        records = measure([case for case in grid() if re.search(options.only or "", case.name)])
+        records = measure([case for case in grid() if case.name in wanted])
     found = rows(records)
     for table in (case_table(found), group_table(found), estimator_table(found)):
         print(table, end="\n\n")

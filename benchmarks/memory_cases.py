@@ -165,6 +165,6 @@ def pairs(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def _repeats(case: Case, chosen: list[Case]) -> int:
-    """How much of a case the chosen ones hold already: squared, so that no two are nearly equal."""
+    """How much of a case the chosen ones hold already: cubed, so that no two are nearly equal."""
     values = asdict(case)
     return sum(sum(values[name] == getattr(other, name) for name in values) ** 3 for other in chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def train_metered(plan: PlanData, config: dict[str, Any], meter: Meter) -> Meter
 def _settings(plan: PlanData) -> dict[str, Any]:
     strategy = plan.chosen.strategy
     settings = planned_arguments(plan) | {
-        "output_dir": os.environ.get("TMPDIR", "/tmp"),  # noqa: S108
+        "output_dir": tempfile.gettempdir(),
         "max_steps": STEPS,
         "report_to": "none",
         "save_strategy": "no",

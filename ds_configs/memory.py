@@ -1,6 +1,6 @@
 """Memory of one accelerator as the maximum over the phases of a training step, every term named.
 
-The phases are `init`, `loss` (end of the forward pass with head and loss), `backward` and `step`. Tensors come from
+The phases are `init`, `loss` (last layer's forward pass, head and loss), `backward` and `step`. Tensors come from
 `tensor_terms.py`; what the runtime and the caching allocator add is an interval.
 """
 
@@ -47,7 +47,7 @@ RESERVED_OVER_ALLOCATED = Interval(low=1.007, middle=1.038, high=1.093)
 
 
 ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
-"""Tensor bytes over their prediction: the largest errors of metered runs, rounded outwards
+"""Tensor bytes over their prediction: the largest errors of the grid of metered runs, rounded outwards
 (docs/memory_accuracy.md)."""
 
 RESERVED_OVER_PREDICTED = (

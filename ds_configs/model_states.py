@@ -2,7 +2,7 @@
 
 The DeepSpeed rows were measured on DeepSpeed 0.19.8 at 2 and 4 ranks and follow
 `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py` and `runtime/fp16/*.py`.
-With T trainable elements, N sharding ranks and 8-byte Adam states they read, in bytes of T:
+With T trainable elements, N sharding ranks and 8-byte Adam states they read, without accumulation and in bytes of T:
 
 | case | at rest | during backward | in the step |
 |---|---|---|---|

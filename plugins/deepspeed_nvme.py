@@ -11,6 +11,7 @@ and copies the checkpoint's swap files into place instead. Four things are lost 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -22,10 +23,13 @@ def restore_optimizer_states_from_nvme() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     load_checkpoint: Callable[..., Any] = DeepSpeedEngine.load_checkpoint
+    signature = inspect.signature(load_checkpoint)
 
     @wraps(load_checkpoint)
     def load(engine: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not engine.zero_nvme_offload_optimizer():
+        asked = signature.bind(engine, load_dir, tag, *args, **kwargs).arguments
+        wanted = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        if not (wanted and engine.zero_nvme_offload_optimizer()):
             return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
         _create_states(engine.optimizer)
         path, client_state = load_checkpoint(engine, load_dir, tag, *args, **kwargs)

@@ -221,7 +221,7 @@ def cpu_rank_environment() -> dict[str, str]:
         "PATH": path,
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
     }
 

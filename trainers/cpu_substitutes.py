@@ -1,6 +1,7 @@
-"""What a rehearsal on CPU ranks puts in place of what needs a GPU, a network or hours; each replacement is reported.
+"""What a rehearsal on CPU ranks puts in place of what needs a GPU, a network or hours; each is reported.
 
-Seen with transformers 5.17.0, accelerate 1.15.0 and bitsandbytes 0.50.2.
+Where and when a run saves and logs is the rehearsal's own matter and not reported. Seen with transformers 5.17.0,
+accelerate 1.15.0 and bitsandbytes 0.50.2.
 """
 
 from __future__ import annotations

@@ -214,11 +214,13 @@ class PlanCallback(TrainerCallback):
         optimizer = getattr(args.optim, "value", args.optim)
         deepspeed = deepspeed_configuration(args)
         engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
-        stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
+        stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed else None
         facts: dict[str, tuple[Any, Any]] = {
             "ranks": (len(ranks), plan.hardware.world_size),
             "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
             "zero_stage": (stage, strategy.zero_stage),
+            "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
+            "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
             "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
             "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
             "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
@@ -238,6 +240,14 @@ class PlanCallback(TrainerCallback):
         if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
             found.append(f"the accelerator has {min(sizes) / 1e9:.1f} GB, the plan says {planned_bytes / 1e9:.1f} GB")
         return found
+
+
+def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:
+    """Return the device of a DeepSpeed offload section; `None`, which compares with nothing, without DeepSpeed."""
+    if deepspeed is None:
+        return None
+    section = deepspeed.get("zero_optimization", {}).get(f"offload_{what}") or {}
+    return str(getattr(section.get("device", "none"), "value", section.get("device", "none")))
 
 
 def _model_type(model: Any, planned: str) -> str | None:

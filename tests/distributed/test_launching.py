@@ -1,4 +1,4 @@
-"""The launch helper stops what hangs, shows the failing rank, and stale compilation locks are found."""
+"""A launch stops what hangs, shows the failing rank, and stale compilation locks are found."""
 
 from __future__ import annotations
 
