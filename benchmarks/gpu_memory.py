@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from memory_cases import spec_of
 from shardwright.ds_configs.buffers import default_zero_options
-from shardwright.ds_configs.families import model_spec_from_config
 from shardwright.ds_configs.hardware import HardwareSpec
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.memory import GpuMemory, estimate_memory
@@ -83,9 +83,7 @@ class GpuCase:
         return loaded
 
     def spec(self) -> ModelSpec:
-        spec = model_spec_from_config(self.config, name=self.model)
-        assert spec is not None
-        return spec
+        return spec_of(self.config, self.model)
 
     def job(self) -> TrainingJob:
         return TrainingJob(

@@ -55,6 +55,13 @@ MODELS: dict[str, dict[str, Any]] = {
 """GPT-2 trains without dropout: the fused CUDA kernel keeps one byte per element where the CPU keeps more."""
 
 
+def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
+    """Return the specification of a family that is counted in closed form."""
+    spec = model_spec_from_config(config, name=name)
+    assert spec is not None
+    return spec
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training run whose peak is predicted and metered."""
@@ -79,9 +86,7 @@ class Case:
         return {"model_type": self.model, **MODELS[self.model]}
 
     def spec(self) -> ModelSpec:
-        spec = model_spec_from_config(self.config, name=self.model)
-        assert spec is not None
-        return spec
+        return spec_of(self.config, self.model)
 
     def job(self) -> TrainingJob:
         return TrainingJob(

@@ -1,4 +1,4 @@
-"""Communication buffers and gathered parameters on one accelerator, by phase.
+"""Communication buffers and gathered parameters on one accelerator, moment by moment.
 
 DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py:3256` (bucket allocation), `stage3.py:782` (persistent bucket),
 `partitioned_param_coordinator.py:453, 653` (prefetch, reuse), `partition_parameters.py:1343` (coalesced gathers).
@@ -84,7 +84,7 @@ def _stage1_and_2_buckets(
 
     def bucket_copy(*units: int) -> int:
         norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
-        return max(width * size, *norms, 0)
+        return max([width * size, *norms])
 
     def in_layer(*units: int) -> Terms:
         return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
