@@ -6,11 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .distillation.clip_trainer import CLIPDistillationTrainer
+    from .distillation.config import DistillationConfig
+    from .distillation.trainer import DistillationTrainer
     from .plan_callback import PlanCallback
 
-__all__ = ["PlanCallback"]
+__all__ = ["CLIPDistillationTrainer", "DistillationConfig", "DistillationTrainer", "PlanCallback"]
 
-_HOMES = {"PlanCallback": ".plan_callback"}
+_HOMES = {
+    "CLIPDistillationTrainer": ".distillation.clip_trainer",
+    "DistillationConfig": ".distillation.config",
+    "DistillationTrainer": ".distillation.trainer",
+    "PlanCallback": ".plan_callback",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,180 @@
+"""One optimizer step of distillation under every layout: what it starts from, and the layouts that must agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cases import deepspeed_configuration
+from shardwright.trainers.distillation.config import DistillationConfig
+
+SAMPLES = 12
+VOCAB = 512
+ALPHA, TEMPERATURE = 0.7, 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the twelve samples of the step are split and who holds what."""
+
+    engine: str = "ddp"
+    zero_stage: int = 0
+    accumulation: int = 1
+    implementation: str = "fused"
+    teacher: str = "replica"
+    packed: bool = False
+    checkpointing: bool = False
+    sequence_parallel: int = 1
+
+    @property
+    def name(self) -> str:
+        engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
+        extra = "-packed" * self.packed + "-checkpointed" * self.checkpointing
+        extra += f"-sp{self.sequence_parallel}" * (self.sequence_parallel > 1)
+        return f"{engine}-x{self.accumulation}-{self.implementation}-{self.teacher}{extra}"
+
+    def arguments(self, world_size: int) -> dict[str, Any]:
+        """Return keywords of TrainingArguments: plain SGD with rate 1, so that a step is the negative gradient."""
+        data_ranks = world_size // self.sequence_parallel
+        rows = 1 if self.packed else SAMPLES // (data_ranks * self.accumulation)
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_checkpointing": self.checkpointing,
+            "optim": "sgd",
+            "learning_rate": 1.0,
+            "lr_scheduler_type": "constant",
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
+            "max_steps": 1,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": 11,
+        }
+        if self.engine == "deepspeed":
+            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage)
+        if self.engine == "fsdp2":
+            layers = ["LlamaDecoderLayer"]
+            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
+        if self.sequence_parallel > 1:
+            arguments["parallelism_config"] = sequence_parallelism(self.sequence_parallel, data_ranks)
+        return arguments
+
+
+def sequence_parallelism(ranks: int, data_ranks: int) -> Any:
+    """Return Accelerate's description of Ulysses sequence parallelism."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    return ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", dp_shard_size=data_ranks, sp_handler=handler)
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(accumulation=3),
+    Layout(accumulation=3, implementation="plain"),
+    Layout(packed=True, accumulation=3),
+    Layout(checkpointing=True),
+    Layout(engine="deepspeed", zero_stage=1, accumulation=3),
+    Layout(engine="deepspeed", zero_stage=2),
+    Layout(engine="deepspeed", zero_stage=2, teacher="sharded"),
+    Layout(engine="deepspeed", zero_stage=3),
+    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", accumulation=3),
+    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", implementation="plain"),
+    Layout(engine="fsdp2", accumulation=3),
+    Layout(engine="fsdp2", teacher="sharded"),
+    Layout(engine="fsdp2", teacher="sharded", implementation="plain"),
+    Layout(engine="deepspeed", zero_stage=2, accumulation=12, sequence_parallel=2),
+    Layout(engine="deepspeed", zero_stage=3, accumulation=12, sequence_parallel=2),
+]
+
+
+def models(directory: Path) -> tuple[Path, Path]:
+    """Return the directories of the student and of the teacher, made by `save_models`."""
+    return directory / "student", directory / "teacher"
+
+
+def save_models(directory: Path) -> None:
+    """Make a student and a teacher of another width and depth, whose head is wider than the vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    sizes = ((64, 2, VOCAB, 1), (96, 3, VOCAB + 24, 2))
+    for path, (hidden, layers, vocab, seed) in zip(models(directory), sizes, strict=True):
+        set_seed(seed)
+        config = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=vocab,
+            max_position_embeddings=256,
+            initializer_range=0.1,
+        )
+        LlamaForCausalLM(config).save_pretrained(path)
+
+
+def distillation(layout: Layout) -> DistillationConfig:
+    """Return the terms of the step."""
+    return DistillationConfig(
+        alpha=ALPHA, temperature=TEMPERATURE, divergence="reverse_kl", implementation=layout.implementation
+    )
+
+
+def samples() -> list[dict[str, Any]]:
+    """Return samples of different lengths with prompts of different lengths, so that means of means differ."""
+    import random
+
+    chosen = []
+    draw = random.Random(5)
+    for index in range(SAMPLES):
+        length = 8 + 4 * (index % 5)
+        ids = [draw.randrange(1, VOCAB) for _ in range(length)]
+        masked = 1 + (3 * index) % (length - 2)
+        chosen.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+    return chosen
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad on the right to a multiple of two."""
+    import torch
+
+    longest = max(len(row["input_ids"]) for row in rows)
+    longest += longest % 2
+    padding = {"input_ids": 0, "labels": -100}
+    batch = {
+        name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
+        for name, fill in padding.items()
+    }
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    positions = torch.arange(longest)
+    batch["attention_mask"] = (positions < lengths[:, None]).long()
+    batch["position_ids"] = positions.expand(len(rows), -1).contiguous()
+    return batch
+
+
+def packed(world_size: int, accumulation: int) -> list[dict[str, Any]]:
+    """Return one sample for each micro-batch: documents one after the other, positions starting anew."""
+    rows, count = samples(), world_size * accumulation
+    joined = []
+    for first in range(count):
+        documents = rows[first::count]
+        sample: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+        for document in documents:
+            sample["input_ids"] += document["input_ids"]
+            sample["labels"] += document["labels"]
+            sample["position_ids"] += range(len(document["input_ids"]))
+        joined.append(sample)
+    return joined
+
+
+def collate_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Make tensors of the one row of a micro-batch."""
+    import torch
+
+    assert len(rows) == 1
+    return {name: torch.tensor([values]) for name, values in rows[0].items()}

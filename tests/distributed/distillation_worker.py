@@ -1,0 +1,53 @@
+"""Runs on every rank: one optimizer step under each layout, and writes the weights that came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from distillation_cases import LAYOUTS, Layout, collate, collate_packed, distillation, models, packed, samples
+from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+
+
+def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None:
+    """Train one step and let rank 0 write weights and logs."""
+    from safetensors.torch import save_file
+    from shardwright.plugins.teacher_placement import load_teacher
+    from shardwright.trainers.distillation.trainer import DistillationTrainer
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    overrides: dict[str, Any] = configure_cpu_ranks(layout.engine)  # type: ignore[arg-type]
+    settings = layout.arguments(world_size)
+    arguments = TrainingArguments(str(output / layout.name), **settings, **overrides)
+    student_path, teacher_path = models(directory)
+    student = AutoModelForCausalLM.from_pretrained(student_path, attn_implementation="sdpa")
+    teacher = load_teacher(str(teacher_path), revision=None, placement=layout.teacher, dtype="fp32", engine=layout.engine)
+    trainer = DistillationTrainer(
+        model=student,
+        args=arguments,
+        teacher=teacher,
+        teacher_placement=layout.teacher,  # type: ignore[arg-type]
+        distillation=distillation(layout),
+        train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(),
+        data_collator=collate_packed if layout.packed else collate,
+    )
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if arguments.process_index == 0:
+        save_file({name: value.float().contiguous() for name, value in state.items()}, output / f"{layout.name}.safetensors")
+        (output / f"{layout.name}.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def main(directory: Path, output: Path, names: list[str]) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    for layout in LAYOUTS:
+        if not names or layout.name in names:
+            step(layout, directory, output, world_size)
+            forget_last_run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,389 @@
+"""The trainer on one process: losses and gradients against an fp64 reference, tasks, heads, self-teachers, bad input."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distilling import VOCAB, collate, reference_loss, rows, tiny, training_arguments
+from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.trainers.distillation import (
+    DistillationConfig,
+    DistillationTrainer,
+    HiddenStateTerm,
+    OnPolicy,
+    Schedule,
+    SelfTeacher,
+)
+from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, prompts_of
+
+ALPHA, TEMPERATURE = 0.6, 2.0
+
+
+def trained(
+    directory: Path, student: Any, teacher: Any, samples: Any, config: DistillationConfig, **changes: Any
+) -> DistillationTrainer:
+    trainer = DistillationTrainer(
+        model=student,
+        args=training_arguments(directory, **changes),
+        teacher=teacher,
+        distillation=config,
+        train_dataset=samples,
+        data_collator=collate,
+    )
+    trainer.train()
+    return trainer
+
+
+def gradients(before: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """One step of plain SGD with rate 1 moved every weight by its negative gradient."""
+    return {name: before[name] - value.detach().double() for name, value in model.named_parameters()}
+
+
+CAUSAL = ("llama", "gemma2", "granite", "cohere", "gpt2")
+
+
+@pytest.mark.parametrize("kind", [*CAUSAL, "bert_mlm", "bert_sequences", "bert_tokens"])
+@pytest.mark.parametrize("implementation", ["fused", "plain"])
+def test_the_step_is_the_gradient_of_the_reference(kind: str, implementation: Any, tmp_path: Path) -> None:
+    if implementation == "fused" and kind in ("bert_sequences", "bert_tokens"):
+        implementation = "auto"
+    # Dropout would draw other numbers for another order of the samples.
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
+    off |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if kind.startswith("bert") else {}
+    student, teacher = tiny(kind, **off), tiny(kind, hidden=48, layers=3, seed=1, **off)
+    samples = rows(kind, 12)
+    exact = copy.deepcopy(student).double()
+    expected = reference_loss(
+        exact, copy.deepcopy(teacher).double(), samples, alpha=ALPHA, temperature=TEMPERATURE, causal=kind in CAUSAL
+    )
+    expected.backward()
+    before = {name: value.detach().double().clone() for name, value in student.named_parameters()}
+    config = DistillationConfig(alpha=ALPHA, temperature=TEMPERATURE, implementation=implementation)
+    trainer = trained(tmp_path, student, teacher, samples, config, gradient_accumulation_steps=3)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    found = gradients(before, student)
+    largest = max(float(value.grad.abs().max()) for value in exact.parameters() if value.grad is not None)
+    for name, value in exact.named_parameters():
+        if value.grad is not None:
+            assert float((found[name] - value.grad).abs().max()) < 3e-6 * largest + 1e-7, name
+
+
+def test_an_encoder_decoder_learns_from_its_teacher(tmp_path: Path) -> None:
+    student, teacher = tiny("t5", dropout_rate=0.0), tiny("t5", hidden=48, seed=1, dropout_rate=0.0)
+    samples = rows("t5", 8)
+    labels = collate(samples)["labels"]
+    batch = {name: value for name, value in collate(samples).items() if name != "labels"}
+    with torch.no_grad():
+        decoder = student.prepare_decoder_input_ids_from_labels(labels=labels)
+        q, p = (torch.log_softmax(m(**batch, decoder_input_ids=decoder).logits.double(), -1) for m in (student, teacher))
+    kept = labels != -100
+    expected = (p.exp() * (p - q)).sum(-1)[kept].mean()
+    losses = []
+    for implementation in ("fused", "plain"):
+        config = DistillationConfig(alpha=1.0, implementation=implementation)  # type: ignore[arg-type]
+        arguments = {"per_device_train_batch_size": 8}
+        trainer = trained(tmp_path, copy.deepcopy(student), teacher, samples, config, **arguments)
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses == pytest.approx([float(expected)] * 2, rel=1e-5)
+
+
+def test_without_a_teacher_it_is_the_plain_trainer(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    samples = rows("llama", 12)
+    arguments = training_arguments(tmp_path, max_steps=3, learning_rate=0.1, gradient_accumulation_steps=2)
+    plain = Trainer(model=tiny("llama"), args=arguments, train_dataset=samples, data_collator=collate)
+    plain.train()
+    config = DistillationConfig(alpha=0.0)
+    ours = trained(
+        tmp_path, tiny("llama"), None, samples, config, max_steps=3, learning_rate=0.1, gradient_accumulation_steps=2
+    )
+    for own, other in zip(ours.state.log_history, plain.state.log_history, strict=True):
+        assert own.get("loss") == other.get("loss")
+    for own, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_a_small_alpha_goes_over_into_the_plain_loss(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    samples = rows("llama", 12)
+    arguments = training_arguments(tmp_path, gradient_accumulation_steps=3)
+    plain = Trainer(model=tiny("llama"), args=arguments, train_dataset=samples, data_collator=collate)
+    plain.train()
+    config = DistillationConfig(alpha=1e-12)
+    ours = trained(tmp_path, tiny("llama"), tiny("llama", seed=1), samples, config, gradient_accumulation_steps=3)
+    assert ours.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-6)
+
+
+def test_token_weights_are_part_of_the_mean(tmp_path: Path) -> None:
+    """Weight 2 on a token counts as the token twice; weight 0 as a mask."""
+    samples = rows("llama", 4)
+    weighted = [{**sample, "token_weights": [float(i % 3) for i in range(len(sample["input_ids"]))]} for sample in samples]
+    student, teacher = tiny("llama"), tiny("llama", seed=1)
+    with torch.no_grad():
+        total, count = 0.0, 0.0
+        for sample in weighted:
+            ids = torch.tensor([sample["input_ids"]])
+            p, q = (torch.log_softmax(model(ids).logits[0, :-1].double(), -1) for model in (teacher, student))
+            labels = torch.tensor(sample["labels"][1:])
+            weights = torch.tensor(sample["token_weights"][1:]).double() * (labels != -100)
+            total, count = total + float(((p.exp() * (p - q)).sum(-1) * weights).sum()), count + float(weights.sum())
+    trainer = trained(tmp_path, student, teacher, weighted, DistillationConfig(alpha=1.0))
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_telemetry_of_training_and_evaluation(tmp_path: Path) -> None:
+    student, teacher, samples = tiny("llama"), tiny("llama", hidden=48, seed=1), rows("llama", 8)
+    trainer = DistillationTrainer(
+        model=student,
+        args=training_arguments(tmp_path, per_device_eval_batch_size=3),
+        teacher=teacher,
+        distillation=DistillationConfig(alpha=0.5, temperature=3.0),
+        train_dataset=samples,
+        eval_dataset=samples,
+        data_collator=collate,
+    )
+    metrics = trainer.evaluate()
+    sums = torch.zeros(6, dtype=torch.float64)
+    with torch.no_grad():
+        for sample in samples:
+            ids, labels = torch.tensor([sample["input_ids"]]), torch.tensor(sample["labels"][1:])
+            kept = labels != -100
+            p, q = (torch.softmax(m(ids).logits[0, :-1].double(), -1)[kept] for m in (teacher, student))
+            labels = labels[kept][:, None]
+            values = [(p * (p / q).log()).sum(), (p.argmax(-1) == q.argmax(-1)).sum(), torch.minimum(p, q).sum()]
+            values += [-q.gather(1, labels).log().sum(), -p.gather(1, labels).log().sum(), kept.sum()]
+            sums += torch.stack([value.double() for value in values])
+    names = ("kl_per_token", "top1_agreement", "speculative_acceptance", "student_cross_entropy")
+    for name, value in zip((*names, "teacher_cross_entropy"), (sums[:5] / sums[5]).tolist(), strict=True):
+        assert metrics[f"eval_{name}"] == pytest.approx(value, rel=1e-5), name
+    trainer.train()
+    assert set(trainer.state.log_history[1]) >= {*names, "teacher_cross_entropy", "alpha", "temperature", "loss"}
+
+
+def test_evaluation_with_metrics_gets_logits(tmp_path: Path) -> None:
+    seen = {}
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen["shape"] = prediction.predictions.shape
+        return {"rows": float(len(prediction.predictions))}
+
+    samples = [row | {"input_ids": [5] * 6, "labels": [5] * 6} for row in rows("llama", 4)]
+    trainer = DistillationTrainer(
+        model=tiny("llama"),
+        args=training_arguments(tmp_path),
+        teacher=tiny("llama", seed=1),
+        distillation=DistillationConfig(),
+        eval_dataset=samples,
+        data_collator=collate,
+        compute_metrics=compute_metrics,
+    )
+    assert trainer.evaluate()["eval_rows"] == 4
+    assert seen["shape"] == (4, 6, VOCAB)
+
+
+def test_schedules_move_alpha_and_temperature(tmp_path: Path) -> None:
+    config = DistillationConfig(
+        alpha=Schedule(start=1.0, end=0.0, until=0.5), temperature=Schedule(start=4.0, end=2.0, kind="cosine")
+    )
+    trainer = trained(
+        tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), config, max_steps=4, learning_rate=0.0
+    )
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["alpha"] for entry in logs] == [0.5, 0.0, 0.0, 0.0]
+    assert logs[1]["temperature"] == pytest.approx(3.0)
+
+
+def test_schedule_values() -> None:
+    linear = Schedule(start=2.0, end=1.0, until=0.5)
+    assert [linear.at(share) for share in (0.0, 0.25, 0.5, 1.0)] == [2.0, 1.5, 1.0, 1.0]
+    assert Schedule(start=0.0, end=1.0, kind="cosine").at(0.5) == pytest.approx(0.5)
+
+
+def test_a_mixture_keeps_its_load_balancing_loss(tmp_path: Path) -> None:
+    """α = 1 and a teacher that agrees leave the auxiliary loss alone, averaged over micro-batches."""
+    student = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    teacher, samples = copy.deepcopy(student), rows("llama", 4)
+    with torch.no_grad():
+        batches = [collate(samples[:2]), collate(samples[2:])]
+        expected = sum(float(student(**{**batch, "labels": None}).aux_loss) for batch in batches) / 2 * 0.5
+    trainer = trained(
+        tmp_path,
+        student,
+        teacher,
+        samples,
+        DistillationConfig(alpha=1.0),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        train_sampling_strategy="sequential",
+    )
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+class TestSelfTeachers:
+    def test_a_frozen_copy_agrees_at_first(self, tmp_path: Path) -> None:
+        config = DistillationConfig(alpha=1.0, self_teacher=SelfTeacher(kind="frozen_copy"))
+        trainer = trained(tmp_path, tiny("llama"), None, rows("llama", 4), config)
+        assert trainer.state.log_history[0]["kl_per_token"] == pytest.approx(0.0, abs=1e-6)
+
+    def test_a_moving_average_follows(self, tmp_path: Path) -> None:
+        config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="ema", decay=0.75))
+        student = tiny("llama")
+        start = student.model.norm.weight.detach().clone()
+        trainer = trained(tmp_path, student, None, rows("llama", 4), config)
+        expected = 0.75 * start + 0.25 * student.model.norm.weight.detach()
+        assert torch.allclose(trainer.teacher.model.model.norm.weight, expected, atol=1e-7)
+        assert not torch.equal(expected, start)
+
+    def test_the_base_model_teaches_its_adapter(self, tmp_path: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        student = get_peft_model(tiny("llama"), lora)
+        config = DistillationConfig(alpha=1.0, self_teacher=SelfTeacher(kind="adapter_off"))
+        samples = rows("llama", 4)
+        batch = {name: value for name, value in collate(samples).items() if name != "labels"}
+        with torch.no_grad():
+            q = torch.log_softmax(student.eval()(**batch).logits.double(), -1)
+            with student.disable_adapter():
+                p = torch.log_softmax(student(**batch).logits.double(), -1)
+        kept = torch.nn.functional.pad(collate(samples)["labels"][:, 1:], (0, 1), value=-100) != -100
+        expected = float((p.exp() * (p - q)).sum(-1)[kept].mean())
+        trainer = trained(tmp_path, student, None, samples, config)
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+        assert expected > 1e-3
+
+    def test_the_output_teaches_an_earlier_exit(self, tmp_path: Path) -> None:
+        config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="deeper_exit", exit_layer=1))
+        trainer = trained(
+            tmp_path, tiny("llama", layers=3), None, rows("llama", 4), config, max_steps=12, learning_rate=0.2
+        )
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert logs[-1]["kl_per_token"] < 0.7 * logs[0]["kl_per_token"]
+
+
+class TestOnPolicy:
+    def test_prompts_end_where_labels_begin(self) -> None:
+        batch = collate(rows("llama", 3))
+        assert prompts_of(batch, None) == [row["input_ids"][: 1 + i % 4] for i, row in enumerate(rows("llama", 3))]
+        assert [len(prompt) for prompt in prompts_of(batch, 4)] == [4, 4, 4]
+
+    def test_completions_alone_are_labelled(self) -> None:
+        batch = completed_batch([[5, 6], [7]], [[8], [9, 10, 2]], pad_token_id=0)
+        assert batch["input_ids"].tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
+        assert batch["labels"].tolist() == [[-100, -100, 8, -100], [-100, 9, 10, 2]]
+        assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+    def test_the_share_of_generated_batches(self) -> None:
+        half = OnPolicy(fraction=0.5)
+        share = sum(is_generated(half, 1, step, 0) for step in range(1000)) / 1000
+        assert 0.45 < share < 0.55
+        assert is_generated(OnPolicy(fraction=1.0), 1, 2, 3)
+        assert not is_generated(OnPolicy(fraction=0.0), 1, 2, 3)
+
+    def test_the_student_writes_and_the_tokens_are_counted_afterwards(self, tmp_path: Path) -> None:
+        from shardwright.plugins.transformers import byte_tokenizer
+
+        samples = [{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]} for _ in range(4)]
+        trainer = DistillationTrainer(
+            model=tiny("llama", vocab_size=300),
+            args=training_arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2),
+            teacher=tiny("llama", seed=1, vocab_size=300),
+            distillation=DistillationConfig(
+                alpha=1.0, divergence="reverse_kl", on_policy=OnPolicy(max_new_tokens=5)
+            ),
+            train_dataset=samples,
+            data_collator=collate,
+            processing_class=byte_tokenizer(300),
+        )
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert logs[0]["loss"] == pytest.approx(logs[0]["divergence"], rel=1e-5)
+        assert logs[0]["loss"] > 0
+
+
+def test_projectors_stay_out_of_the_student_and_come_back_on_resume(tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    config = DistillationConfig(alpha=0.5, hidden_states=HiddenStateTerm(weight=0.5))
+
+    def run(steps: int, resume: str | None, where: Path) -> DistillationTrainer:
+        trainer = DistillationTrainer(
+            model=tiny("llama"),
+            args=training_arguments(
+                where, max_steps=4, learning_rate=0.05, save_strategy="steps", save_steps=2, optim="adamw_torch"
+            ),
+            teacher=tiny("llama", hidden=48, layers=3, seed=1),
+            distillation=config,
+            train_dataset=rows("llama", 8),
+            data_collator=collate,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == steps
+        return trainer
+
+    whole = run(4, None, tmp_path / "whole")
+    resumed = run(4, str(tmp_path / "whole" / "checkpoint-2"), tmp_path / "resumed")
+    for own, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.allclose(own, other, atol=1e-7)
+    whole.save_model(str(tmp_path / "final"))
+    with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if "projector" in name]
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert {path.name for path in (tmp_path / "final").iterdir()} & {"distillation_projectors.safetensors"} == set()
+
+
+class TestBadInput:
+    def test_no_teacher(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="need a teacher"):
+            trained(tmp_path, tiny("llama"), None, rows("llama", 4), DistillationConfig())
+
+    def test_all_faults_of_a_config_at_once(self) -> None:
+        with pytest.raises(UsageError) as caught:
+            DistillationConfig(alpha=1.5, temperature=0.0, divergence="kl", mixture=2.0)  # type: ignore[arg-type]
+        assert [fault.where for fault in caught.value.faults] == ["alpha", "temperature", "divergence", "mixture"]
+
+    def test_label_smoothing(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="label_smoothing_factor = 0.1"):
+            trained(
+                tmp_path,
+                tiny("llama"),
+                tiny("llama"),
+                rows("llama", 4),
+                DistillationConfig(),
+                label_smoothing_factor=0.1,
+            )
+
+    def test_nan_from_the_teacher(self, tmp_path: Path) -> None:
+        teacher = tiny("llama", seed=1)
+        teacher.lm_head.weight.data[3, 3] = float("nan")
+        with pytest.raises(ShardwrightError, match="teacher: NaN or infinite logits at"):
+            trained(tmp_path, tiny("llama"), teacher, rows("llama", 4), DistillationConfig())
+
+    def test_all_labels_masked(self, tmp_path: Path) -> None:
+        samples = [{**row, "labels": [-100] * len(row["labels"])} for row in rows("llama", 4)]
+        with pytest.raises(UsageError, match="every label of the first batch is masked"):
+            trained(tmp_path, tiny("llama"), tiny("llama", seed=1), samples, DistillationConfig())
+
+    def test_no_labels(self, tmp_path: Path) -> None:
+        samples = [{"input_ids": row["input_ids"]} for row in rows("llama", 4)]
+        with pytest.raises(UsageError, match="labels: batches need labels"):
+            trained(tmp_path, tiny("llama"), tiny("llama", seed=1), samples, DistillationConfig())
+
+    def test_swapped_sizes_are_remarked_on(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        trained(tmp_path, tiny("llama", hidden=64), tiny("llama"), rows("llama", 4), DistillationConfig())
+        assert "are they swapped?" in capsys.readouterr().err
+
+    def test_hidden_states_where_there_are_none(self, tmp_path: Path) -> None:
+        student = tiny("llama")
+        student.forward.__func__  # noqa: B018
+        config = DistillationConfig(hidden_states=HiddenStateTerm(weight=1.0), self_teacher=SelfTeacher(kind="ema"))
+        assert config.hidden_states is not None

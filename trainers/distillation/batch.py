@@ -1,0 +1,117 @@
+"""What one micro-batch means to a distillation: model inputs, shifted labels, and which rows count.
+
+Shapes: B samples, S positions, N rows that have a label.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.errors import Fault, UsageError
+from .objective import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    import torch
+
+TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS = "token_weights", "teacher_rows", "shift_labels"
+EXTRA_COLUMNS = (TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS, "position_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationBatch:
+    """One micro-batch, split into what models read and what losses read."""
+
+    model_inputs: dict[str, Any]
+    """Everything that models take, without labels."""
+    labels: torch.Tensor
+    """[B, S], row t holding the token that position t predicts; [B] for the classification of sequences."""
+    weights: torch.Tensor
+    """fp32, shaped as the labels; 0 where there is no label."""
+    rows_N: torch.Tensor
+    """Flat indices of the rows with a label and a weight above 0."""
+    teacher_rows_N: torch.Tensor | None = None
+    """Row numbers in a teacher's cache, of the rows with a label."""
+    other_inputs: dict[str, Any] = field(default_factory=dict)
+    """What belongs to other terms: a teacher's own tokens and their alignment."""
+
+    @property
+    def labels_N(self) -> torch.Tensor:
+        """Labels of the rows that count."""
+        return self.labels.reshape(-1)[self.rows_N]
+
+    @property
+    def weights_N(self) -> torch.Tensor:
+        """Weights of the rows that count."""
+        return self.weights.reshape(-1)[self.rows_N]
+
+    def rows_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the rows that count of [B, S, ...], as [N, ...]; of [B, ...] where sequences are classified."""
+        return values.reshape(-1, values.shape[-1]).index_select(0, self.rows_N)
+
+    def position_weights(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the weight of every position [B, S]; a classified sequence spreads its weight over its tokens."""
+        if self.labels.dim() > 1:
+            return self.weights
+        mask_BS = self.model_inputs.get("attention_mask")
+        if mask_BS is None:
+            mask_BS = hidden_BSH.new_ones(hidden_BSH.shape[:2])
+        mask_BS = mask_BS.float()
+        return self.weights[:, None] * mask_BS / mask_BS.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
+    """Split a batch; labels and weights move one to the left where the model predicts the next token.
+
+    Raises:
+        UsageError: the batch has no labels, or labels that are no classes.
+    """
+    import torch
+
+    inputs = dict(inputs)
+    labels, shifted = inputs.pop("labels", None), inputs.pop(SHIFT_LABELS, None)
+    if labels is None and shifted is None:
+        rule = "batches need labels, which tell the positions that are distilled"
+        raise UsageError(Fault(where="labels", rule=rule, fix="copy input_ids and mask what is not to be learned"))
+    weights = inputs.pop(TOKEN_WEIGHTS, None)
+    teacher_rows = inputs.pop(TEACHER_ROWS, None)
+    moves = shifts and shifted is None
+    labels = shifted if shifted is not None else labels
+    if labels.is_floating_point():
+        rule = "must be classes: regression and several labels at once have no distribution to distil"
+        raise UsageError(Fault(where="labels", value=str(labels.dtype), rule=rule))
+    if moves:
+        labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+    if weights is not None and shifts:
+        weights = torch.nn.functional.pad(weights[..., 1:], (0, 1), value=0.0)
+    counted = labels.ne(IGNORED_LABEL)
+    weights = counted.float() if weights is None else weights.float() * counted
+    rows_N = weights.reshape(-1).nonzero().squeeze(1)
+    return DistillationBatch(
+        model_inputs={name: value for name, value in inputs.items() if not _is_other(name)},
+        labels=labels,
+        weights=weights,
+        rows_N=rows_N,
+        teacher_rows_N=None if teacher_rows is None else teacher_rows.reshape(-1)[rows_N],
+        other_inputs={name: value for name, value in inputs.items() if _is_other(name)},
+    )
+
+
+def _is_other(name: str) -> bool:
+    return name.startswith(("teacher_", "alignment"))
+
+
+def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs that a model's forward takes."""
+    parameters = inspect.signature(type(model).forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return inputs
+    return {name: value for name, value in inputs.items() if name in parameters}
+
+
+def global_weight(batches: list[dict[str, Any]], *, shifts: bool) -> torch.Tensor:
+    """Return Σ weights over the micro-batches of one optimizer step on this rank."""
+    import torch
+
+    return torch.stack([split_batch(batch, shifts=shifts).weights.sum() for batch in batches]).sum()

@@ -1,0 +1,141 @@
+"""The student's forward pass with every term of the loss in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ...plugins.output_heads import OutputHead, head_module, head_tensors, logit_shape
+from .batch import DistillationBatch
+from .fused_loss import fused_token_loss
+from .head_forward import HeadReplacement
+from .objective import HiddenTargets, TeacherTargets, TokenObjective, TokenSums
+from .plain_loss import plain_token_loss
+from .telemetry import sums_by_name
+from .teacher_run import Lesson
+
+if TYPE_CHECKING:
+    import torch
+
+    from .feature_matching import FeatureMatching
+    from .self_teacher import EarlyExit
+
+
+@dataclass(kw_only=True)
+class StudentStep:
+    """Stands in for the forward of the inner student for one call; the wrappers around it stay in charge."""
+
+    model: Any
+    """The inner Transformers model."""
+    batch: DistillationBatch
+    objective: TokenObjective
+    targets: TeacherTargets | None
+    lesson: Lesson
+    fused: bool
+    telemetry: bool
+    features: FeatureMatching | None = None
+    early_exit: EarlyExit | None = None
+    normalise: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """Makes the final loss of Σ of all terms, Σ of weights and a mixture's load-balancing loss."""
+    check_head: bool = False
+    """Whether to compare what the model makes of its head's output with what the fused loss assumes."""
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Detached sums by name, once the forward has run."""
+    logits: torch.Tensor | None = None
+    """Logits of all positions, where the plain loss made them."""
+    _loss: Any = None
+
+    def forward(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return ``{"loss": loss}``, normalised here: FSDP2 casts what a model returns to 16 bit, and its gradient."""
+        if self.features is not None and self.features.hidden_term is not None:
+            kwargs["output_hidden_states"] = True
+        with ExitStack() as stack:
+            head = stack.enter_context(HeadReplacement(self.model, self._head_work)()) if self.fused else None
+            attention = stack.enter_context(self.features.capture_student(self.model)) if self.features else None
+            stack.enter_context(self.early_exit() if self.early_exit else nullcontext())
+            outputs = original(*args, **kwargs)
+        if head is None:
+            token_sums = self._plain(outputs.logits)
+            loss, self.logits = token_sums.loss, outputs.logits
+        else:
+            token_sums, loss = self._token_sums, head.result
+            if self.check_head:
+                head.check_logits(outputs.logits)
+        self.sums = sums_by_name(token_sums)
+        if self.features is not None:
+            loss = loss + self._feature_terms(outputs, attention)
+        self._loss = self.normalise(loss, token_sums.weight, getattr(outputs, "aux_loss", None))
+        return {"loss": self._loss}
+
+    def exact_loss(self, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the loss in fp32, with the gradient that leads through the wrappers' hooks."""
+        returned = outputs["loss"].float()
+        return returned + (self._loss.detach() - returned.detach())
+
+    def _keep(self, sums: TokenSums) -> torch.Tensor:
+        self._token_sums = sums
+        return sums.loss
+
+    def _plain(self, logits: torch.Tensor) -> TokenSums:
+        assert not isinstance(self.targets, HiddenTargets)
+        return plain_token_loss(
+            self.batch.rows_of(logits),
+            self.batch.labels_N,
+            self.targets,
+            self.objective,
+            weights_N=self.batch.weights_N,
+            telemetry=self.telemetry,
+        )
+
+    def _head_work(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight_VH, bias_V = head_tensors(head_module(self.model))
+        scale, soft_cap = logit_shape(self.model)
+        head = OutputHead(weight_VH=weight_VH, bias_V=bias_V, scale=scale, soft_cap=soft_cap)
+        hidden_NH = self.batch.rows_of(hidden)
+        if self.early_exit is not None:
+            return self._keep(self._with_early_exit(hidden_NH, head))
+        return self._keep(self._fused(hidden_NH, head, self.targets, self.objective))
+
+    def _fused(
+        self, hidden_NH: torch.Tensor, head: OutputHead, targets: TeacherTargets | None, objective: TokenObjective
+    ) -> TokenSums:
+        return fused_token_loss(
+            hidden_NH,
+            head,
+            self.batch.labels_N,
+            targets,
+            objective,
+            weights_N=self.batch.weights_N,
+            telemetry=self.telemetry,
+        )
+
+    def _with_early_exit(self, hidden_NH: torch.Tensor, head: OutputHead) -> TokenSums:
+        """The output learns from the labels alone, and teaches the exit: CE(output) + (1 - α) CE(exit) + α τ² D."""
+        assert self.early_exit is not None
+        output = self._fused(hidden_NH, head, None, replace(self.objective, alpha=0.0))
+        frozen = replace(head, weight_VH=head.weight_VH.detach())
+        if head.bias_V is not None:
+            frozen = replace(frozen, bias_V=head.bias_V.detach())
+        targets = HiddenTargets(hidden_NH=hidden_NH.detach(), head=frozen)
+        exit_sums = self._fused(self.batch.rows_of(self.early_exit.hidden), head, targets, self.objective)
+        return replace(exit_sums, loss=output.loss + exit_sums.loss)
+
+    def _feature_terms(self, outputs: Any, attention: Any) -> torch.Tensor:
+        assert self.features is not None
+        loss: Any = 0.0
+        if self.features.hidden_term is not None:
+            from ...plugins.attention_capture import hidden_states_of
+
+            student = hidden_states_of(outputs)
+            weights_BS = self.batch.position_weights(student[-1])
+            distance = self.features.hidden_sum(student, self.lesson.hidden_states, weights_BS)
+            self.sums["hidden_states"] = distance.detach()
+            loss = loss + self.features.hidden_term.weight * distance
+        if self.features.attention_term is not None:
+            weights_BS = self.batch.weights
+            distance = self.features.attention_sum(attention, self.lesson.attention, weights_BS, self.batch.model_inputs)
+            self.sums["attention"] = distance.detach()
+            loss = loss + self.features.attention_term.weight * distance
+        return loss

@@ -1,0 +1,104 @@
+"""Asks the teacher: one forward pass without gradients, and what the losses read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...ds_configs.errors import Fault, UsageError
+from ...plugins.output_heads import OutputHead
+from ...plugins.whole_sequence import own_shard, whole_sequences
+from .batch import DistillationBatch, accepted
+from .head_forward import captured_head_input
+from .objective import HiddenTargets, LogitTargets, TeacherTargets
+
+if TYPE_CHECKING:
+    import torch
+
+    from .feature_matching import FeatureMatching
+
+
+class Teacher(Protocol):
+    """A frozen model, however it is held."""
+
+    model: Any
+    """The inner Transformers model."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run it without gradients."""
+
+    def gathered_head(self) -> Any:
+        """Return a context manager that gives its `OutputHead` with whole weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What one forward pass of the teacher left."""
+
+    hidden_NH: torch.Tensor | None = None
+    """Input of the head at the rows that count."""
+    logits: torch.Tensor | None = None
+    """Logits of all positions."""
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    """Hidden states of all layers."""
+    attention: Any = None
+    """Captured attention, as the feature terms read it."""
+
+
+def ask(
+    teacher: Teacher,
+    batch: DistillationBatch,
+    *,
+    fused: bool,
+    features: FeatureMatching | None,
+    sequence_sharded: bool,
+) -> Lesson:
+    """Run the teacher on a batch; with sharded sequences it reads the whole ones, and its own shard is kept."""
+    inputs = whole_sequences(batch.model_inputs) if sequence_sharded else batch.model_inputs
+    wants_hidden_states = features is not None and features.hidden_term is not None
+    if wants_hidden_states:
+        inputs = {**inputs, "output_hidden_states": True}
+    own = own_shard if sequence_sharded else _unchanged
+    with ExitStack() as stack:
+        kept = stack.enter_context(captured_head_input(teacher.model)) if fused else None
+        attention = None if features is None else stack.enter_context(features.capture_teacher(teacher.model))
+        outputs = teacher(**accepted(teacher.model, inputs))
+    hidden_NH = None
+    if kept is not None:
+        if not kept:
+            rule = "its forward does not call its output embeddings as a module"
+            fix = "use implementation='plain'"
+            raise UsageError(Fault(where=f"teacher {type(teacher.model).__name__}", rule=rule, fix=fix))
+        hidden_NH = batch.rows_of(own(kept[0]))
+    return Lesson(
+        hidden_NH=hidden_NH,
+        logits=None if fused else own(outputs.logits),
+        hidden_states=outputs.hidden_states if wants_hidden_states else None,
+        attention=attention,
+    )
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextmanager
+def targets_of(
+    lesson: Lesson, batch: DistillationBatch, gathered_head: Callable[[], Any] | None
+) -> Iterator[TeacherTargets | None]:
+    """Give the teacher's targets; the head's weights are whole inside the block."""
+    if lesson.hidden_NH is not None and gathered_head is not None:
+        with gathered_head() as head:
+            frozen = OutputHead(
+                weight_VH=head.weight_VH.detach(),
+                bias_V=None if head.bias_V is None else head.bias_V.detach(),
+                scale=head.scale,
+                soft_cap=head.soft_cap,
+            )
+            yield HiddenTargets(hidden_NH=lesson.hidden_NH, head=frozen)
+    elif lesson.logits is not None:
+        yield LogitTargets(logits_NV=batch.rows_of(lesson.logits))
+    else:
+        yield None

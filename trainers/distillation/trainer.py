@@ -1,0 +1,281 @@
+"""`DistillationTrainer`: the Trainer of Transformers with a teacher, exact under every plan."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+from ...ds_configs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.teacher_placement import TeacherPlacement
+from .batch import EXTRA_COLUMNS, DistillationBatch, accepted, global_weight, split_batch
+from .config import DistillationConfig, OnPolicy
+from .head_forward import replaced_forward
+from .objective import TeacherTargets, TokenObjective
+from .on_policy import completed_batch, generate, is_generated, prompts_of
+from .projector_files import load_projectors, save_projectors, split_projectors
+from .teacher_setup import TeacherSetup, feature_matching, inner_model, uses_fused
+from .student_step import StudentStep
+from .teacher_run import Lesson, ask, targets_of
+from .telemetry import NONFINITE, Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+PROJECTORS = "distillation_projectors"
+
+
+class DistillationTrainer(Trainer):  # type: ignore[misc]
+    """Trains a student on labels and on what a teacher makes of the same tokens.
+
+    The loss is the mean over all labelled tokens of an optimizer step, over all ranks and micro-batches:
+    ``Σ w ℓ / Σ w`` with ``ℓ = (1 - α) CE + α τ² D`` plus the feature terms (`DistillationConfig`). Gradients do not
+    depend on how the tokens are split.
+
+    ``teacher`` is a Transformers model, which ``teacher_placement`` keeps whole on every rank or shards, a placed
+    teacher (`plugins.teacher_placement`), or a `TeacherCache`; ``None`` with ``distillation.self_teacher``, or where no
+    term needs one.
+
+    Raises:
+        UsageError: terms, teacher and arguments do not go together; all faults at once.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *,
+        teacher: Any = None,
+        teacher_placement: TeacherPlacement = "replica",
+        distillation: DistillationConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.distillation = distillation or DistillationConfig()
+        setup = TeacherSetup(model, teacher, teacher_placement, self.distillation, args)
+        super().__init__(model=model, args=args, **kwargs)
+        self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
+        self._checked_first_step = self._checked_head = False
+        self._keeps_logits = False
+        self.teacher: Any = None
+        self.teacher_cache: Any = None
+        self._features: Any = None
+        if self.distillation.is_plain_training:
+            return
+        self.model_accepts_loss_kwargs = True
+        setup.check_accelerator(self.accelerator)
+        self.teacher, self.teacher_cache = setup.place(self)
+        self._features = feature_matching(self.distillation, inner_model(self), self.teacher)
+        if self._features is not None and self._features.projectors is not None:
+            inner_model(self).add_module(PROJECTORS, self._features.projectors.to(self.args.device))
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        teacher = getattr(self, "teacher", None)
+        extra = {*EXTRA_COLUMNS}
+        if teacher is not None:
+            import inspect
+
+            extra |= {*inspect.signature(type(teacher.model).forward).parameters} - {"self", "kwargs", "args"}
+        self._signature_columns = sorted({*self._signature_columns, *extra})
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the share of this micro-batch and rank in the mean over all labelled tokens."""
+        if self.distillation.is_plain_training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inner = inner_model(self)
+        batch = split_batch(self._with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
+        fused = uses_fused(self.distillation, inner, self.teacher) and not (return_outputs and self._keeps_logits)
+        objective = self.distillation.objective(self._progress())
+        lesson = self._lesson(model, batch, fused)
+        with self._targets(lesson, batch, objective) as targets:
+            step = StudentStep(
+                model=inner,
+                batch=batch,
+                objective=objective,
+                targets=targets,
+                lesson=lesson,
+                fused=fused,
+                telemetry=self.distillation.telemetry,
+                features=self._features,
+                early_exit=self._early_exit(inner),
+                normalise=self._normaliser(inner, num_items_in_batch),
+                check_head=fused and not self._checked_head,
+            )
+            with replaced_forward(inner, step.forward):
+                outputs = model(**accepted(inner, batch.model_inputs))
+        self._checked_head = self._checked_head or fused
+        self._record(model, step.sums, num_items_in_batch)
+        loss = step.exact_loss(outputs)
+        if not return_outputs:
+            return loss
+        return loss, {"loss": loss} | ({} if step.logits is None else {"logits": step.logits})
+
+    def _normaliser(self, inner: Any, num_items_in_batch: Any) -> Callable[..., torch.Tensor]:
+        """Divide by the global count and undo the averaging over ranks that every engine does to gradients.
+
+        A mixture's load-balancing loss is averaged over micro-batches and ranks; the Trainer (transformers 5.17.0)
+        adds one per micro-batch and multiplies it by the ranks.
+        """
+        import torch
+
+        counted = num_items_in_batch is not None
+        ranks = self.accelerator.num_processes if counted and self.args.average_tokens_across_devices else 1
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        if ranks > 1 and parallelism is not None:
+            ranks //= parallelism.tp_size
+        micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
+        coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
+
+        def normalise(loss: torch.Tensor, weight: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
+            count = torch.as_tensor(num_items_in_batch if counted else weight, device=loss.device).float()
+            loss = loss * ranks / torch.where(count > 0, count, torch.ones_like(count))
+            if aux_loss is None or not coefficient:
+                return loss
+            return loss + coefficient * aux_loss.to(loss.device) / micro_batches
+
+        return normalise
+
+    def _lesson(self, model: Any, batch: DistillationBatch, fused: bool) -> Lesson:
+        if self.teacher is None:
+            return Lesson()
+        teacher = self.teacher.running(model) if hasattr(self.teacher, "running") else self.teacher
+        return ask(teacher, batch, fused=fused, features=self._features, sequence_sharded=self._shards_sequences())
+
+    @contextmanager
+    def _targets(
+        self, lesson: Lesson, batch: DistillationBatch, objective: TokenObjective
+    ) -> Iterator[TeacherTargets | None]:
+        if self.teacher_cache is not None:
+            if batch.teacher_rows_N is None:
+                rule = "a cached teacher needs `teacher_rows` in its batches"
+                raise UsageError(Fault(where="teacher_rows", rule=rule, fix="wrap the dataset in CachedTeacherDataset"))
+            yield self.teacher_cache.read(batch.teacher_rows_N, objective.temperature)
+            return
+        with ExitStack() as stack:
+            yield stack.enter_context(targets_of(lesson, batch, getattr(self.teacher, "gathered_head", None)))
+
+    def _record(self, model: Any, sums: dict[str, torch.Tensor], num_items_in_batch: Any) -> None:
+        (self._train_telemetry if model.training else self._eval_telemetry).add(sums)
+        if self._checked_first_step:
+            return
+        self._checked_first_step = True
+        _refuse_nonfinite(float(sums.get(NONFINITE, 0.0)))
+        if num_items_in_batch is not None and float(num_items_in_batch) == 0:
+            rule = "every label of the first batch is masked (-100), so there is nothing to learn"
+            raise UsageError(Fault(where="labels", rule=rule, fix="check the chat template or the prompt mask"))
+
+    def _progress(self) -> float:
+        return self.state.global_step / max(1, self.state.max_steps)
+
+    def _early_exit(self, inner: Any) -> Any:
+        own = self.distillation.self_teacher
+        if own is None or own.kind != "deeper_exit":
+            return None
+        from .self_teacher import EarlyExit
+
+        return EarlyExit(inner, own.exit_layer)
+
+    def _with_decoder_inputs(self, inner: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Encoder-decoder models make their decoder's input from labels, which are kept from them here."""
+        if not inner.config.is_encoder_decoder or "decoder_input_ids" in inputs:
+            return inputs
+        return {**inputs, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])}
+
+    def _shards_sequences(self) -> bool:
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and parallelism.sp_enabled and self.model.training
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Let the student complete some of the micro-batches, and count tokens afterwards."""
+        own = self.distillation.on_policy
+        if own is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
+        from itertools import islice
+
+        batches = [
+            self._completed(batch, own) if is_generated(own, self.args.seed, self.state.global_step, index) else batch
+            for index, batch in enumerate(islice(epoch_iterator, num_batches))
+        ]
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _completed(self, batch: dict[str, Any], own: OnPolicy) -> dict[str, Any]:
+        tokenizer = self.processing_class
+        engine = self.model_wrapped if self.is_deepspeed_enabled else None
+        prompts = prompts_of(batch, own.prompt_tokens)
+        completions = generate(
+            self.model, engine, tokenizer, prompts, own, synced=self.is_fsdp_enabled, device=self.args.device
+        )
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return completed_batch(prompts, completions, pad)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | int | None:
+        if self.distillation.is_plain_training or not batch_samples:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[no-any-return]
+        weight = global_weight(batch_samples, shifts=self._loss_shifts_labels).to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            weight = self.accelerator.gather(weight.reshape(1)).sum()
+            parallelism = getattr(self.accelerator, "parallelism_config", None)
+            if parallelism is not None:
+                weight = weight / parallelism.tp_size
+        return weight
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Keep the logits of all tokens only where somebody reads them."""
+        self._keeps_logits = not prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+        finally:
+            self._keeps_logits = False
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Add KL, agreement, overlap and both cross-entropies, over all tokens of the evaluation, to the metrics."""
+        self._eval_telemetry = Telemetry()
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        means = self._eval_telemetry.means(self.accelerator)
+        _refuse_nonfinite(means.pop(NONFINITE, 0.0))
+        output.metrics.update({f"{prefix}_{name}": value for name, value in means.items()})
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the means since the last log, and the present α and τ, to the log of training."""
+        if "loss" in logs and not self.distillation.is_plain_training:
+            means = self._train_telemetry.means(self.accelerator)
+            _refuse_nonfinite(means.pop(NONFINITE, 0.0))
+            objective = self.distillation.objective(self._progress())
+            logs = {**logs, **means, "alpha": objective.alpha, "temperature": objective.temperature}
+        super().log(logs, *args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Give projectors a learning rate of their own where one is set."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        own = self.distillation.hidden_states
+        if own is not None and own.projector_learning_rate is not None and self._features.projectors is not None:
+            split_projectors(optimizer, self._features.projectors, own.projector_learning_rate)
+        return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self._features is None or self._features.projectors is None:
+            super()._save(output_dir, state_dict)
+            return
+        whole = self.model.state_dict() if state_dict is None else state_dict
+        super()._save(output_dir, {name: value for name, value in whole.items() if PROJECTORS not in name})
+        save_projectors(whole, PROJECTORS, output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._features is not None and self._features.projectors is not None and not self.is_fsdp_enabled:
+            load_projectors(self._features.projectors, resume_from_checkpoint)
+
+
+def _refuse_nonfinite(rows: float) -> None:
+    if rows:
+        rule = f"NaN or infinite logits at {rows:.0f} labelled tokens"
+        raise ShardwrightError(f"teacher: {rule}; load it in bf16 or fp32, and check its weights")
