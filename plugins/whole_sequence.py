@@ -1,12 +1,13 @@
 """A second model beside a student under Ulysses sequence parallelism: it reads whole sequences with its own attention.
 
-deepspeed 0.19.8 (runtime/sequence_parallel/ulysses_sp.py, `register_with_transformers`) replaces the student's attention
-function under its own name in the registry of Transformers, for every model of the process, and with the student's
-number of heads.
+deepspeed 0.19.8 (runtime/sequence_parallel/ulysses_sp.py, `register_with_transformers`) replaces the student's
+attention function under its own name in the registry of Transformers, for every model of the process, and with the
+student's number of heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.errors import Fault, UsageError
@@ -67,3 +68,12 @@ def own_shard(whole: torch.Tensor) -> torch.Tensor:
 
     group = sequence_group()
     return whole.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+
+
+def gradients_are_added_over_a_sequence(zero_optimization: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed adds gradients over the ranks that share a sequence, and averages over the others only.
+
+    Seen in deepspeed 0.19.8: ZeRO 1 and 2 do (stage_1_and_2.py, `sequence_parallel_size`), and so does ZeRO-3 without
+    `reduce_scatter`; ZeRO-3 with it, its default, averages over all ranks (coalesced_collectives.py, "pre-divide").
+    """
+    return zero_optimization.get("stage", 0) < 3 or not zero_optimization.get("reduce_scatter", True)

@@ -11,6 +11,7 @@ from shardwright.trainers.distillation.config import DistillationConfig
 
 SAMPLES = 12
 VOCAB = 512
+LONGEST = 24
 ALPHA, TEMPERATURE = 0.7, 2.0
 
 
@@ -140,11 +141,19 @@ def samples() -> list[dict[str, Any]]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right to a multiple of two."""
+    """Pad on the right."""
+    return padded(rows, max(len(row["input_ids"]) for row in rows))
+
+
+def collate_to_longest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad on the right to one length for all batches: gloo gathers no tensors of different sizes."""
+    return padded(rows, LONGEST)
+
+
+def padded(rows: list[dict[str, Any]], longest: int) -> dict[str, Any]:
+    """Return tensors of right-padded samples."""
     import torch
 
-    longest = max(len(row["input_ids"]) for row in rows)
-    longest += longest % 2
     padding = {"input_ids": 0, "labels": -100}
     batch = {
         name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distillation_cases import LAYOUTS, Layout, collate, collate_packed, distillation, models, packed, samples
+from distillation_cases import LAYOUTS, Layout, collate, collate_packed, collate_to_longest, distillation, models, packed, samples
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 
 
 def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None:
     """Train one step and let rank 0 write weights and logs."""
+    import torch
     from safetensors.torch import save_file
     from shardwright.plugins.teacher_placement import load_teacher
     from shardwright.trainers.distillation.trainer import DistillationTrainer
@@ -24,7 +25,9 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
     arguments = TrainingArguments(str(output / layout.name), **settings, **overrides)
     student_path, teacher_path = models(directory)
     student = AutoModelForCausalLM.from_pretrained(student_path, attn_implementation="sdpa")
-    teacher = load_teacher(str(teacher_path), revision=None, placement=layout.teacher, dtype="fp32", engine=layout.engine)
+    teacher = load_teacher(
+        str(teacher_path), revision=None, placement=layout.teacher, dtype=torch.float32, engine=layout.engine
+    )
     trainer = DistillationTrainer(
         model=student,
         args=arguments,
@@ -32,13 +35,25 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
         teacher_placement=layout.teacher,  # type: ignore[arg-type]
         distillation=distillation(layout),
         train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(),
-        data_collator=collate_packed if layout.packed else collate,
+        data_collator=collate_packed if layout.packed else collate_to_longest if layout.sequence_parallel > 1 else collate,
     )
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if arguments.process_index == 0:
-        save_file({name: value.float().contiguous() for name, value in state.items()}, output / f"{layout.name}.safetensors")
+        save_file(
+            {name: value.float().contiguous() for name, value in state.items()}, output / f"{layout.name}.safetensors"
+        )
         (output / f"{layout.name}.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def forget_sequence_parallelism() -> None:
+    """Let another run form its own groups and attention; DeepSpeed expects one in the life of a process."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa_attention_forward)
+    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
 
 
 def main(directory: Path, output: Path, names: list[str]) -> None:
@@ -47,6 +62,7 @@ def main(directory: Path, output: Path, names: list[str]) -> None:
         if not names or layout.name in names:
             step(layout, directory, output, world_size)
             forget_last_run()
+            forget_sequence_parallelism()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .clip_trainer import CLIPDistillationTrainer, ClipDistillationConfig
+    from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
     from .config import DistillationConfig, OnPolicy, Schedule, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
     from .teacher_cache import CachedTeacherDataset, TeacherCache

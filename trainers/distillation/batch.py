@@ -103,8 +103,13 @@ def _is_other(name: str) -> bool:
 
 
 def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs that a model's forward takes."""
+    """Return the inputs that a model's forward takes, without a cache of keys and values.
+
+    With one, Transformers (5.17.0, masking_utils.py) does not look for packed documents in `position_ids`.
+    """
     parameters = inspect.signature(type(model).forward).parameters
+    if "use_cache" in parameters:
+        inputs = {**inputs, "use_cache": False}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return inputs
     return {name: value for name, value in inputs.items() if name in parameters}

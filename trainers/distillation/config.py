@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ...ds_configs.errors import Fault, UsageError
-from .feature_matching import AttentionTerm, HiddenStateTerm
 from .objective import Divergence, TokenObjective
+
+if TYPE_CHECKING:
+    from .feature_matching import AttentionTerm, HiddenStateTerm
 
 Implementation = Literal["auto", "fused", "plain"]
 SelfTeacherKind = Literal["frozen_copy", "ema", "adapter_off", "deeper_exit"]

@@ -96,7 +96,9 @@ class HeadReplacement:
             expected = torch.tanh(expected / soft_cap) * soft_cap
         found = logits.detach()[0, 0, 1:].float().cpu()
         if not torch.allclose(found, expected, rtol=1e-2, atol=1e-3):
-            rule = f"makes {found.tolist()} of the head's outputs {list(_PROBES)}, where {expected.tolist()} was expected"
+            rule = (
+                f"makes {found.tolist()} of the head's outputs {list(_PROBES)}, where {expected.tolist()} was expected"
+            )
             raise UsageError(Fault(where=type(self._model).__name__, rule=rule, fix="use implementation='plain'"))
 
 

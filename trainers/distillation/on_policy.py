@@ -41,7 +41,7 @@ def prompts_of(batch: dict[str, Any], prompt_tokens: int | None) -> list[list[in
 
 
 def completed_batch(prompts: list[list[int]], completions: list[list[int]], pad_token_id: int) -> dict[str, Any]:
-    """Return right-padded `input_ids`, `attention_mask`, `position_ids` and `labels` with the prompts masked, [B, S]."""
+    """Return right-padded `input_ids`, `attention_mask` and `labels` with the prompts masked, each [B, S]."""
     import torch
 
     longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
@@ -94,7 +94,9 @@ def generate(
     return [_until_end(row[longest:].tolist(), tokenizer.eos_token_id) for row in output_BS]
 
 
-def _rollout(engine: Any, tokenizer: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, config: OnPolicy) -> torch.Tensor:
+def _rollout(
+    engine: Any, tokenizer: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, config: OnPolicy
+) -> torch.Tensor:
     from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
 
     request = RolloutRequest(prompt_ids=ids_BS, prompt_attention_mask=mask_BS)

@@ -83,7 +83,9 @@ class EarlyExit:
     def __init__(self, model: Any, exit_layer: int | None) -> None:
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         layers = next((getattr(decoder, name) for name in ("layers", "h") if hasattr(decoder, name)), None)
-        norm = next((getattr(decoder, name) for name in ("norm", "ln_f", "final_layernorm") if hasattr(decoder, name)), None)
+        norm = next(
+            (getattr(decoder, name) for name in ("norm", "ln_f", "final_layernorm") if hasattr(decoder, name)), None
+        )
         if layers is None or norm is None:
             rule = "has no list of layers with a final norm, which an earlier exit needs"
             raise UsageError(Fault(where=type(model).__name__, rule=rule))

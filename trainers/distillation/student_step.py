@@ -13,8 +13,8 @@ from .fused_loss import fused_token_loss
 from .head_forward import HeadReplacement
 from .objective import HiddenTargets, TeacherTargets, TokenObjective, TokenSums
 from .plain_loss import plain_token_loss
-from .telemetry import sums_by_name
 from .teacher_run import Lesson
+from .telemetry import sums_by_name
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +69,13 @@ class StudentStep:
         self._loss = self.normalise(loss, token_sums.weight, getattr(outputs, "aux_loss", None))
         return {"loss": self._loss}
 
-    def exact_loss(self, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss in fp32, with the gradient that leads through the wrappers' hooks."""
+    def exact_loss(self, outputs: Mapping[str, torch.Tensor], times: int) -> torch.Tensor:
+        """Return the loss in fp32, with the gradient that leads through the wrappers' hooks.
+
+        The value, not the gradient, is multiplied: logs average over ranks where gradients are added.
+        """
         returned = outputs["loss"].float()
-        return returned + (self._loss.detach() - returned.detach())
+        return returned + (self._loss.detach() * times - returned.detach())
 
     def _keep(self, sums: TokenSums) -> torch.Tensor:
         self._token_sums = sums
@@ -135,7 +138,9 @@ class StudentStep:
             loss = loss + self.features.hidden_term.weight * distance
         if self.features.attention_term is not None:
             weights_BS = self.batch.weights
-            distance = self.features.attention_sum(attention, self.lesson.attention, weights_BS, self.batch.model_inputs)
+            distance = self.features.attention_sum(
+                attention, self.lesson.attention, weights_BS, self.batch.model_inputs
+            )
             self.sums["attention"] = distance.detach()
             loss = loss + self.features.attention_term.weight * distance
         return loss

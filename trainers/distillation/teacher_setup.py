@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.teacher_placement import TeacherPlacement
 from ...plugins.output_heads import head_module, head_tensors
 from ..notes import note
 from .config import DistillationConfig, Schedule
-from .feature_matching import FeatureMatching
 from .self_teacher import MovingAverage, frozen_copy, without_adapter
+
+if TYPE_CHECKING:
+    from .feature_matching import FeatureMatching
 
 
 class TeacherSetup:
@@ -61,7 +63,11 @@ class TeacherSetup:
             return self._own_teacher(trainer, own), None
         if hasattr(self._teacher, "rows_of"):
             return None, self._teacher
-        placed = self._teacher if hasattr(self._teacher, "gathered_head") else _placed(trainer, self._teacher, self._placement)
+        placed = (
+            self._teacher
+            if hasattr(self._teacher, "gathered_head")
+            else _placed(trainer, self._teacher, self._placement)
+        )
         parallelism = getattr(trainer.accelerator, "parallelism_config", None)
         if parallelism is not None and parallelism.sp_enabled:
             from ...plugins.whole_sequence import keep_own_attention
@@ -120,6 +126,17 @@ def inner_model(trainer: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def predicts_next_token(model: Any) -> bool:
+    """Whether position t of the logits predicts token t + 1.
+
+    The Trainer (transformers 5.17.0, trainer.py `_loss_shifts_labels`) reads it from the class name and misses GPT-2,
+    whose tokens it then counts with the first of every sample.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return not model.config.is_encoder_decoder and type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def uses_fused(distillation: DistillationConfig, student: Any, teacher: Any) -> bool:
     """Whether the loss is computed in place of the head."""
     if distillation.implementation != "auto":
@@ -142,9 +159,9 @@ def feature_matching(distillation: DistillationConfig, student: Any, teacher: An
     """Return what matches features, or `None` where nothing asks for it."""
     if distillation.hidden_states is None and distillation.attention is None:
         return None
-    return FeatureMatching(
-        student.config, teacher.model.config, distillation.hidden_states, distillation.attention
-    )
+    from .feature_matching import FeatureMatching
+
+    return FeatureMatching(student.config, teacher.model.config, distillation.hidden_states, distillation.attention)
 
 
 def _placed(trainer: Any, teacher: Any, placement: TeacherPlacement) -> Any:
@@ -182,7 +199,9 @@ def _teacher_faults(teacher: Any, distillation: DistillationConfig) -> list[Faul
         if features:
             faults.append(Fault(where="teacher", rule="a cache holds no hidden states", fix="use a live teacher"))
         if distillation.on_policy is not None:
-            faults.append(Fault(where="on_policy", rule="a cache knows the data's tokens only", fix="use a live teacher"))
+            faults.append(
+                Fault(where="on_policy", rule="a cache knows the data's tokens only", fix="use a live teacher")
+            )
         if distillation.cross_tokenizer is not None:
             faults.append(Fault(where="cross_tokenizer", rule="a cache holds one tokenizer's distributions"))
         if isinstance(distillation.temperature, Schedule):

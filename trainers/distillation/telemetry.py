@@ -50,7 +50,9 @@ class Telemetry:
         values = [self._totals.get(name, zero) for name in names]
         present = [zero + (name in self._totals) for name in names]
         self._totals = {}
-        totals, known = accelerator.reduce(torch.stack([torch.stack(values), torch.stack(present)]), reduction="sum").tolist()
+        totals, known = accelerator.reduce(
+            torch.stack([torch.stack(values), torch.stack(present)]), reduction="sum"
+        ).tolist()
         by_name = {name: total for name, total, ranks in zip(names, totals, known, strict=True) if ranks}
         weight = by_name.get(WEIGHT) or 1.0
         means = {shown: by_name[name] / weight for name, shown in NAMES.items() if name in by_name}

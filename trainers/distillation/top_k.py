@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def top_k_targets(
-    logits_NV: torch.Tensor, k: int, temperature: float, vocab_size: int | None = None
-) -> TopKTargets:
+def top_k_targets(logits_NV: torch.Tensor, k: int, temperature: float, vocab_size: int | None = None) -> TopKTargets:
     """Return the K likeliest of the first `vocab_size` tokens at a temperature, and the mass of the others."""
     import torch
 

@@ -9,15 +9,16 @@ from transformers import Trainer
 
 from ...ds_configs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.teacher_placement import TeacherPlacement
+from ...plugins.whole_sequence import gradients_are_added_over_a_sequence
 from .batch import EXTRA_COLUMNS, DistillationBatch, accepted, global_weight, split_batch
 from .config import DistillationConfig, OnPolicy
 from .head_forward import replaced_forward
 from .objective import TeacherTargets, TokenObjective
 from .on_policy import completed_batch, generate, is_generated, prompts_of
 from .projector_files import load_projectors, save_projectors, split_projectors
-from .teacher_setup import TeacherSetup, feature_matching, inner_model, uses_fused
 from .student_step import StudentStep
 from .teacher_run import Lesson, ask, targets_of
+from .teacher_setup import TeacherSetup, feature_matching, inner_model, predicts_next_token, uses_fused
 from .telemetry import NONFINITE, Telemetry
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         if self.distillation.is_plain_training:
             return
         self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = predicts_next_token(inner_model(self))
         setup.check_accelerator(self.accelerator)
         self.teacher, self.teacher_cache = setup.place(self)
         self._features = feature_matching(self.distillation, inner_model(self), self.teacher)
@@ -110,7 +112,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
                 outputs = model(**accepted(inner, batch.model_inputs))
         self._checked_head = self._checked_head or fused
         self._record(model, step.sums, num_items_in_batch)
-        loss = step.exact_loss(outputs)
+        loss = step.exact_loss(outputs, times=self._added_ranks())
         if not return_outputs:
             return loss
         return loss, {"loss": loss} | ({} if step.logits is None else {"logits": step.logits})
@@ -118,6 +120,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     def _normaliser(self, inner: Any, num_items_in_batch: Any) -> Callable[..., torch.Tensor]:
         """Divide by the global count and undo the averaging over ranks that every engine does to gradients.
 
+        Over the ranks that share a sequence some engines add instead (`gradients_are_added_over_a_sequence`).
         A mixture's load-balancing loss is averaged over micro-batches and ranks; the Trainer (transformers 5.17.0)
         adds one per micro-batch and multiplies it by the ranks.
         """
@@ -127,7 +130,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         ranks = self.accelerator.num_processes if counted and self.args.average_tokens_across_devices else 1
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         if ranks > 1 and parallelism is not None:
-            ranks //= parallelism.tp_size
+            ranks //= parallelism.tp_size * self._added_ranks()
         micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
         coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
 
@@ -144,7 +147,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         if self.teacher is None:
             return Lesson()
         teacher = self.teacher.running(model) if hasattr(self.teacher, "running") else self.teacher
-        return ask(teacher, batch, fused=fused, features=self._features, sequence_sharded=self._shards_sequences())
+        return ask(teacher, batch, fused=fused, features=self._features, sequence_sharded=self._ranks_of_a_sequence() > 1)
 
     @contextmanager
     def _targets(
@@ -186,9 +189,17 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             return inputs
         return {**inputs, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])}
 
-    def _shards_sequences(self) -> bool:
+    def _ranks_of_a_sequence(self) -> int:
+        """Ranks that share one sequence: under Ulysses while training; each evaluates whole ones."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
-        return parallelism is not None and parallelism.sp_enabled and self.model.training
+        return parallelism.sp_size if parallelism is not None and self.model.training else 1
+
+    def _added_ranks(self) -> int:
+        ranks = self._ranks_of_a_sequence()
+        if ranks == 1:
+            return 1
+        zero = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        return ranks if gradients_are_added_over_a_sequence(zero) else 1
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Let the student complete some of the micro-batches, and count tokens afterwards."""
