@@ -49,11 +49,15 @@ class LayerAttention:
 
 @contextmanager
 def captured_attention(
-    model: Any, layers: Sequence[int], tensors: Sequence[AttentionTensor] = ("query", "key", "value")
+    model: Any,
+    layers: Sequence[int],
+    tensors: Sequence[AttentionTensor] = ("query", "key", "value"),
+    *,
+    with_graph: bool = True,
 ) -> Iterator[dict[int, LayerAttention]]:
-    """Record chosen layers, counted from 1, of each forward pass inside the block; the graph stays attached.
+    """Record chosen layers, counted from 1, of the last forward pass inside the block.
 
-    Gradient checkpointing runs layers again in the backward pass, which lies outside the block.
+    ``with_graph``: gradients have to flow back through what was captured, as a student's must. Gradient checkpointing runs layers again in the backward pass, which lies outside the block.
 
     Raises:
         UsageError: at the end, if a layer computed no attention that can be captured; or reentrant checkpointing.
@@ -63,7 +67,14 @@ def captured_attention(
     numbers = _numbered_attention(model)
     captured: dict[int, LayerAttention] = {}
     seen: set[int] = set()
-    recorder = _Recorder(numbers=numbers, wanted=frozenset(layers), tensors=tuple(tensors), kept=captured, seen=seen)
+    recorder = _Recorder(
+        numbers=numbers,
+        wanted=frozenset(layers),
+        tensors=tuple(tensors),
+        kept=captured,
+        seen=seen,
+        with_graph=with_graph,
+    )
     original = AttentionInterface.get_interface
 
     def get_interface(interface: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,12 +99,13 @@ class _Recorder:
         tensors: tuple[AttentionTensor, ...],
         kept: dict[int, LayerAttention],
         seen: set[int],
+        with_graph: bool,
     ) -> None:
         import torch
 
         self._numbers, self._wanted, self._tensors = numbers, wanted, tensors
         self._kept, self._seen = kept, seen
-        self._expects_gradient = torch.is_grad_enabled()
+        self._expects_gradient = with_graph and torch.is_grad_enabled()
 
     def wrapped(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         """Return the attention function with a look at what it is called with."""

@@ -13,6 +13,8 @@ SAMPLES = 12
 VOCAB = 512
 LONGEST = 24
 ALPHA, TEMPERATURE = 0.7, 2.0
+LEARNING_RATE = 1024.0
+"""Large, so that the rounding of the weights after the step is small beside the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Layout:
         return f"{engine}-x{self.accumulation}-{self.implementation}-{self.teacher}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        """Return keywords of TrainingArguments: plain SGD with rate 1, so that a step is the negative gradient."""
+        """Return keywords of TrainingArguments: plain SGD, so that a step tells the gradient."""
         data_ranks = world_size // self.sequence_parallel
         rows = 1 if self.packed else SAMPLES // (data_ranks * self.accumulation)
         arguments: dict[str, Any] = {
@@ -44,7 +46,7 @@ class Layout:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_checkpointing": self.checkpointing,
             "optim": "sgd",
-            "learning_rate": 1.0,
+            "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant",
             "weight_decay": 0.0,
             "max_grad_norm": 0.0,

@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distillation_cases import LAYOUTS, Layout, collate, collate_packed, collate_to_longest, distillation, models, packed, samples
+from distillation_cases import (
+    LAYOUTS,
+    Layout,
+    collate,
+    collate_packed,
+    collate_to_longest,
+    distillation,
+    models,
+    packed,
+    samples,
+)
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 
 
@@ -35,7 +45,11 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
         teacher_placement=layout.teacher,  # type: ignore[arg-type]
         distillation=distillation(layout),
         train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(),
-        data_collator=collate_packed if layout.packed else collate_to_longest if layout.sequence_parallel > 1 else collate,
+        data_collator=collate_packed
+        if layout.packed
+        else collate_to_longest
+        if layout.sequence_parallel > 1
+        else collate,
     )
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -52,7 +66,7 @@ def forget_sequence_parallelism() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa_attention_forward)
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
     parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
 
 

@@ -126,16 +126,17 @@ class FeatureMatching:
 
     def capture_student(self, model: Any) -> AbstractContextManager[Captured | None]:
         """Record the student's attention, with its graph; gives `None` where no term reads it."""
-        return self._capture(model, {match.student for match in self._attention_matches})
+        return self._capture(model, {match.student for match in self._attention_matches}, with_graph=True)
 
     def capture_teacher(self, model: Any) -> AbstractContextManager[Captured | None]:
         """Record the teacher's attention; gives `None` where no term reads it."""
-        return self._capture(model, {layer for match in self._attention_matches for layer, _ in match.teacher})
+        layers = {layer for match in self._attention_matches for layer, _ in match.teacher}
+        return self._capture(model, layers, with_graph=False)
 
-    def _capture(self, model: Any, layers: set[int]) -> AbstractContextManager[Captured | None]:
+    def _capture(self, model: Any, layers: set[int], *, with_graph: bool) -> AbstractContextManager[Captured | None]:
         if self.attention_term is None:
             return nullcontext()
-        return captured_attention(model, sorted(layers), self.attention_term.tensors)
+        return captured_attention(model, sorted(layers), self.attention_term.tensors, with_graph=with_graph)
 
     def hidden_sum(
         self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], row_weights_BS: torch.Tensor

@@ -1,0 +1,549 @@
+"""Hidden-state and attention terms against loops in fp64, layer maps by their rules, and capture on real models."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distilling import collate, rows, tiny, training_arguments
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import UsageError
+from shardwright.plugins.attention_capture import LayerAttention, captured_attention, hidden_states_of
+from shardwright.trainers.distillation import attention_relations
+from shardwright.trainers.distillation.attention_relations import relation_sum, visibility
+from shardwright.trainers.distillation.attention_scores import head_mixtures, score_sum
+from shardwright.trainers.distillation.feature_matching import AttentionTerm, FeatureMatching, HiddenStateTerm
+from shardwright.trainers.distillation.hidden_states import hidden_state_sum, projectors, without_projectors
+from shardwright.trainers.distillation.layer_map import layer_map, paired_layers
+
+DEPTHS = st.integers(1, 40)
+SAMPLES, POSITIONS = 2, 7
+
+
+def drawn(*shape: int, seed: int, spread: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def weights() -> torch.Tensor:
+    """Weights with zeros: a whole position, and single ones."""
+    made = torch.rand(SAMPLES, POSITIONS, generator=torch.Generator().manual_seed(9)) + 0.5
+    made[:, 3] = 0.0
+    made[0, 5:] = 0.0
+    return made
+
+
+def agrees(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    scale = float(expected.abs().max())
+    return bool((found.double() - expected).abs().max() <= tolerance * scale)
+
+
+@given(DEPTHS, DEPTHS)
+def test_uniform_maps_rise_from_end_to_end(student: int, teacher: int) -> None:
+    chosen = [match.teacher for match in layer_map(student, teacher)]
+    numbers = [layers[0][0] for layers in chosen]
+    assert numbers == sorted(numbers)
+    assert (numbers[0], numbers[-1]) == (0, teacher)
+    for layer, number in enumerate(numbers):
+        assert abs(number - layer * teacher / student) <= 0.5
+    assert all(layers == ((layers[0][0], 1.0),) for layers in chosen)
+
+
+@given(DEPTHS, DEPTHS)
+def test_interpolated_maps_keep_relative_depth(student: int, teacher: int) -> None:
+    for layer, match in enumerate(layer_map(student, teacher, "interpolate")):
+        assert sum(share for _, share in match.teacher) == pytest.approx(1.0)
+        assert sum(number * share for number, share in match.teacher) == pytest.approx(layer * teacher / student)
+        assert all(0 <= number <= teacher and share > 0 for number, share in match.teacher)
+
+
+def test_all_impossible_pairs_are_named_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        paired_layers(((0, 1), (3, 9), (-1, 2)), 2, 4)
+    rules = [str(fault) for fault in caught.value.faults]
+    assert rules == [
+        "layers = (3, 9): student layers are 0 to 2",
+        "layers = (3, 9): teacher layers are 0 to 4",
+        "layers = (-1, 2): student layers are 0 to 2",
+    ]
+    with pytest.raises(UsageError, match="layers of the student = 0"):
+        layer_map(0, 2)
+
+
+def test_terms_name_all_faults() -> None:
+    with pytest.raises(UsageError) as caught:
+        HiddenStateTerm(weight=0, kind="l1", layers=((1, 2), (1, 2)), projector_learning_rate=-1)  # type: ignore[arg-type]
+    assert [fault.where.split(".")[1] for fault in caught.value.faults] == [
+        "weight",
+        "kind",
+        "layers",
+        "projector_learning_rate",
+    ]
+    with pytest.raises(UsageError) as caught:
+        AttentionTerm(kind="maps", heads="all", relations=("query", "query"), relation_heads=0, layers="first")  # type: ignore[arg-type]
+    assert [fault.where.split(".")[1] for fault in caught.value.faults] == [
+        "kind",
+        "heads",
+        "relations",
+        "relation_heads",
+        "layers",
+    ]
+    for layers in ((), ((1, 2.0),), ((1,),), [(1, 1)], "last"):
+        with pytest.raises(UsageError, match=r"hidden_states\.layers"):
+            HiddenStateTerm(layers=layers)  # type: ignore[arg-type]
+
+
+def hidden_reference(student: torch.Tensor, teacher: torch.Tensor, w: torch.Tensor, kind: str, norm: bool) -> Any:
+    total: Any = 0.0
+    for own, taught, weight in zip(student, teacher, w.double(), strict=True):
+        if kind == "cosine":
+            total = total + weight * (1 - own @ taught / (own.norm() * taught.norm()))
+        else:
+            distance = ((own - taught) ** 2).sum() / len(taught)
+            total = total + weight * (distance / ((taught**2).sum() / len(taught)) if norm else distance)
+    return total
+
+
+@pytest.mark.parametrize(("kind", "normalize"), [("mse", True), ("mse", False), ("cosine", True)])
+def test_hidden_states_match_the_reference(kind: Any, normalize: bool) -> None:
+    own, taught, w = drawn(6, 10, seed=1), drawn(6, 10, seed=2, spread=30.0), torch.rand(6) + 0.1
+    exact = own.double().requires_grad_()
+    expected = hidden_reference(exact, taught.double(), w, kind, normalize)
+    expected.backward()
+    own.requires_grad_()
+    found = hidden_state_sum(own, taught, w, kind=kind, normalize=normalize)
+    found.backward()
+    assert found.dtype == torch.float32
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert agrees(own.grad, exact.grad, 1e-5)
+    halves = [
+        hidden_state_sum(own[s], taught[s], w[s], kind=kind, normalize=normalize) for s in (slice(2), slice(2, 6))
+    ]
+    assert float(sum(halves).detach()) == pytest.approx(float(found.detach()), rel=1e-6)  # type: ignore[union-attr]
+    cast = hidden_state_sum(own.bfloat16(), taught.bfloat16(), w, kind=kind, normalize=normalize)
+    assert cast.dtype == torch.float32
+    assert float(cast.detach()) == pytest.approx(float(expected.detach()), rel=2e-2)
+
+
+@pytest.mark.parametrize("widths", [(8, 12), (12, 8)])
+def test_projectors_keep_the_root_mean_square_and_leave_the_state_dict(widths: tuple[int, int]) -> None:
+    state = torch.get_rng_state()
+    made = projectors(*widths, 2)
+    assert torch.equal(state, torch.get_rng_state())
+    hidden = drawn(4000, widths[0], seed=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        projected = made[0](hidden.bfloat16())
+    assert projected.dtype == torch.float32
+    assert projected.shape == (4000, widths[1])
+    assert float(projected.square().mean().sqrt()) == pytest.approx(1.0, abs=0.05)
+    student = tiny("llama", hidden=32)
+    names = set(student.state_dict())
+    student.add_module("distillation_projectors", made)
+    assert set(student.state_dict()) - names == {f"distillation_projectors.{index}.weight" for index in range(2)}
+    assert set(without_projectors(student.state_dict())) == names
+
+
+CASES: dict[str, tuple[dict[str, Any], bool, int | None]] = {
+    "causal": ({}, True, None),
+    "bidirectional": ({}, False, None),
+    "right-padded": ({"attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3])}, True, None),
+    "left-padded-encoder": ({"attention_mask": torch.tensor([[1] * 7, [0] * 3 + [1] * 4])}, False, None),
+    "packed": ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]])}, True, None),
+    "window": ({}, True, 3),
+}
+
+
+def seen(inputs: dict[str, Any], causal: bool, window: int | None, sample: int, row: int) -> list[int]:
+    """Return the positions that a row sees, by counting documents one position after the other."""
+    documents, ids = [0], inputs.get("position_ids")
+    for position in range(1, POSITIONS):
+        begins = ids is not None and int(ids[sample, position]) == 0
+        documents.append(documents[-1] + begins)
+    mask = inputs.get("attention_mask")
+    return [
+        key
+        for key in range(POSITIONS)
+        if (key <= row or not causal)
+        and (window is None or abs(row - key) < window)
+        and (mask is None or int(mask[sample, key]))
+        and documents[key] == documents[row]
+    ]
+
+
+def relation_reference(own: torch.Tensor, taught: torch.Tensor, case: str, heads: int) -> Any:
+    inputs, causal, window = CASES[case]
+    w, total = weights().double(), torch.zeros((), dtype=torch.float64)
+    mask = inputs.get("attention_mask", torch.ones(SAMPLES, POSITIONS))
+    for sample in range(SAMPLES):
+        joined = [torch.cat(list(tensor[sample].double()), dim=-1) for tensor in (own, taught)]
+        for row in range(POSITIONS):
+            keys = seen(inputs, causal, window, sample, row)
+            for head in range(heads if keys and mask[sample, row] else 0):
+                relations = []
+                for vectors in joined:
+                    width = vectors.shape[1] // heads
+                    part = vectors[:, head * width : (head + 1) * width]
+                    relations.append(torch.softmax(part[keys] @ part[row] / width**0.5, dim=0))
+                learned, known = relations
+                total = total + w[sample, row] / heads * (known * (known / learned).log()).sum()
+    return total
+
+
+def masked_weights(case: str) -> torch.Tensor:
+    mask = CASES[case][0].get("attention_mask")
+    return weights() if mask is None else weights() * mask
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("relation_heads", [None, 6])
+def test_relations_match_the_reference(case: str, relation_heads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A student of 2 key heads of width 6 beside a teacher of 4 heads of width 9: neither heads nor widths agree."""
+    monkeypatch.setattr(attention_relations, "BLOCK_ELEMENTS", 100)
+    own, taught = drawn(SAMPLES, 2, POSITIONS, 6, seed=1), drawn(SAMPLES, 4, POSITIONS, 9, seed=2)
+    inputs, causal, window = CASES[case]
+    exact = own.double().requires_grad_()
+    expected = relation_reference(exact, taught, case, relation_heads or 4)
+    expected.backward()
+    own.requires_grad_()
+    visible = visibility(inputs, POSITIONS, causal=causal, window=window)
+    found = relation_sum(own, taught, masked_weights(case), visible, relation_heads=relation_heads)
+    found.backward()
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert agrees(own.grad, exact.grad, 1e-5)
+
+
+def test_relation_heads_that_divide_nothing_are_refused() -> None:
+    visible = visibility({}, POSITIONS, causal=True)
+    with pytest.raises(
+        UsageError, match=r"relation_heads = 5: must divide the widths 12 .* 36 .*; choose a divisor of 12"
+    ):
+        relation_sum(
+            drawn(1, 2, POSITIONS, 6, seed=1),
+            drawn(1, 4, POSITIONS, 9, seed=1),
+            weights()[:1],
+            visible,
+            relation_heads=5,
+        )
+    with pytest.raises(UsageError, match=r"attention_mask = \(2, 1, 7, 7\): .*\[B, S\] only"):
+        visibility({"attention_mask": torch.ones(2, 1, 7, 7)}, POSITIONS, causal=True)
+
+
+def layer(query_heads: int, key_heads: int, width: int, seed: int, scaling: float) -> LayerAttention:
+    return LayerAttention(
+        query_BHSD=drawn(SAMPLES, query_heads, POSITIONS, width, seed=seed),
+        key_BHSD=drawn(SAMPLES, key_heads, POSITIONS, width, seed=seed + 1),
+        scaling=scaling,
+    )
+
+
+def score_reference(query: torch.Tensor, key: torch.Tensor, taught: LayerAttention, case: str, places: Any) -> Any:
+    """`places` gives, for each matched head, weights of the student's and of the teacher's heads."""
+    inputs, causal, window = CASES[case]
+    w, total = masked_weights(case).double(), torch.zeros((), dtype=torch.float64)
+    known_query, known_key = (taught.tensor(name).double() for name in ("query", "key"))
+    for sample in range(SAMPLES):
+        for row in range(POSITIONS):
+            keys = seen(inputs, causal, window, sample, row)
+            for column in keys:
+                both = []
+                for q, k, scaling in ((query, key, 0.4), (known_query, known_key, taught.scaling)):
+                    group = q.shape[1] // k.shape[1]
+                    both.append(
+                        [scaling * q[sample, h, row] @ k[sample, h // group, column] for h in range(q.shape[1])]
+                    )
+                for ours, theirs in places:
+                    difference: Any = sum(c * both[0][h] for h, c in ours.items())
+                    difference = difference - sum(c * both[1][h] for h, c in theirs.items())
+                    total = total + w[sample, row] * difference**2 / len(places) / len(keys)
+    return total
+
+
+SPLITS = {
+    "equal": (4, [({h: 1.0}, {h: 1.0}) for h in range(4)], "interpolate"),
+    "interpolate": (
+        6,
+        [
+            ({0: 1.0}, {0: 1.0}),
+            ({1: 1.0}, {1: 1 / 3, 2: 2 / 3}),
+            ({2: 1.0}, {3: 2 / 3, 4: 1 / 3}),
+            ({3: 1.0}, {5: 1.0}),
+        ],
+        "interpolate",
+    ),
+    "average": (6, [(dict.fromkeys(range(4), 0.25), dict.fromkeys(range(6), 1 / 6))], "average"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "split"), [("causal", name) for name in SPLITS] + [(name, "equal") for name in CASES if name != "causal"]
+)
+def test_scores_match_the_reference(case: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A student with grouped queries, 4 heads on 2, beside teachers with 4 and 6 whole heads."""
+    monkeypatch.setattr(attention_relations, "BLOCK_ELEMENTS", 100)
+    teacher_heads, places, kind = SPLITS[split]
+    own, taught = layer(4, 2, 5, 1, 0.4), layer(teacher_heads, teacher_heads, 8, 5, 0.3)
+    exact = [tensor.double().requires_grad_() for tensor in (own.tensor("query"), own.tensor("key"))]
+    expected = score_reference(*exact, taught, case, places)
+    expected.backward()
+    learned = [own.tensor("query").requires_grad_(), own.tensor("key").requires_grad_()]
+    inputs, causal, window = CASES[case]
+    visible = visibility(inputs, POSITIONS, causal=causal, window=window)
+    found = score_sum(own, taught, masked_weights(case), visible, heads=kind)  # type: ignore[arg-type]
+    found.backward()
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for tensor, reference in zip(learned, exact, strict=True):
+        assert agrees(tensor.grad, reference.grad, 1e-5)
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_head_mixtures_are_means(student: int, teacher: int) -> None:
+    for kind in ("interpolate", "average"):
+        own, taught = head_mixtures(student, teacher, kind)  # type: ignore[arg-type]
+        assert own.shape[0] == taught.shape[0]
+        for mixture in (own, taught):
+            assert torch.allclose(mixture.sum(dim=1), torch.ones(len(mixture)))
+            assert bool((mixture >= 0).all())
+
+
+def test_kernels_see_bfloat16_and_distances_are_fp32() -> None:
+    own, taught = drawn(SAMPLES, 2, POSITIONS, 6, seed=1), drawn(SAMPLES, 4, POSITIONS, 9, seed=2)
+    visible = visibility({}, POSITIONS, causal=True)
+    exact = relation_sum(own, taught, weights(), visible)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = relation_sum(own.bfloat16(), taught.bfloat16(), weights(), visible)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(float(exact), rel=5e-2)
+
+
+def model(kind: str, **changes: Any) -> Any:
+    if kind == "qwen3":
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 1}
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).eval()
+    return tiny(kind, **changes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "bert_mlm", "gemma2"])
+def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
+    """The captured tensors are those that the kernel got: attention worked out from them is what eager returns."""
+    from transformers.modeling_utils import AttentionInterface
+
+    captured_model, original = model(kind), AttentionInterface.get_interface
+    ids = collate(rows("llama", 3))
+    inputs = {"input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"]}
+    plain = captured_model(**inputs).logits
+    with captured_attention(captured_model, [2]) as captured:
+        assert torch.equal(captured_model(**inputs).logits, plain)
+    assert captured_model.config._attn_implementation == "sdpa"
+    assert AttentionInterface.get_interface is original
+    assert list(captured) == [2]
+    captured_model.set_attn_implementation("eager")
+    with captured_attention(captured_model, [1]) as first:
+        outputs = captured_model(**inputs, output_attentions=True)
+    for number, own in ((1, first[1]), (2, captured[2])):
+        query, key = own.tensor("query"), own.tensor("key").repeat_interleave(4 // own.tensor("key").shape[1], dim=1)
+        scores = query @ key.transpose(2, 3) * own.scaling
+        cap = getattr(captured_model.config, "attn_logit_softcapping", None)
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
+        size = scores.shape[-1]
+        view = visibility(inputs, size, causal=own.causal, window=own.window).rows(torch.arange(size))
+        expected = torch.softmax(scores.masked_fill(~view[:, None], -1e9), dim=-1)
+        real = inputs["attention_mask"].bool()
+        assert torch.allclose(
+            expected.transpose(1, 2)[real], outputs.attentions[number - 1].transpose(1, 2)[real], atol=2e-5
+        )
+
+
+def test_capture_is_undone_after_an_error_and_refuses_what_it_cannot_see() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+    from transformers.modeling_utils import AttentionInterface
+
+    original, student = AttentionInterface.get_interface, tiny("llama")
+    with pytest.raises(RuntimeError, match="broken"), captured_attention(student, [1]):
+        raise RuntimeError("broken")
+    assert AttentionInterface.get_interface is original
+    ids = torch.ones(1, 3, dtype=torch.long)
+    rule = r"= \[7\]: .*pair layers that have attention: 1, 2"
+    with pytest.raises(UsageError, match=rule), captured_attention(student, [1, 7]):
+        student(ids)
+    mamba = MambaForCausalLM(
+        MambaConfig(vocab_size=16, hidden_size=8, state_size=2, num_hidden_layers=1, pad_token_id=0, eos_token_id=0)
+    )
+    rule = r"attention of MambaForCausalLM: .*; match hidden states instead"
+    with pytest.raises(UsageError, match=rule), captured_attention(mamba, [1]):
+        mamba(ids)
+    assert len(hidden_states_of(mamba(ids, output_hidden_states=True))) == 2
+    with pytest.raises(UsageError, match="returned no hidden states"):
+        hidden_states_of(mamba(ids))
+    student.train()
+    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    student.enable_input_require_grads()
+    with pytest.raises(UsageError, match="use_reentrant"), captured_attention(student, [1]):
+        student(ids)
+
+
+def terms(student: Any, teacher: Any, matching: FeatureMatching, inputs: dict[str, Any], w: torch.Tensor) -> Any:
+    """Return the sum of both terms, as the trainer works it out.
+
+    Transformers 5.17.0 tells packed documents apart only where no cache is kept (masking_utils.py).
+    """
+    asked = {**inputs, "output_hidden_states": True, "use_cache": False}
+    if "bert" in type(teacher).__name__.lower():
+        asked.pop("use_cache")
+    with matching.capture_teacher(teacher) as taught, torch.no_grad():
+        known = teacher(**asked)
+    with matching.capture_student(student) as own:
+        learned = student(**asked)
+    total = torch.zeros(())
+    if matching.hidden_term is not None:
+        total = total + matching.hidden_sum(hidden_states_of(learned), hidden_states_of(known), w)
+    if matching.attention_term is not None:
+        assert own is not None
+        assert taught is not None
+        total = total + matching.attention_sum(own, taught, w, inputs)
+    return total
+
+
+TERMS: dict[str, tuple[HiddenStateTerm | None, AttentionTerm | None]] = {
+    "mse": (HiddenStateTerm(), None),
+    "cosine": (HiddenStateTerm(kind="cosine", layers="interpolate"), None),
+    "relations": (None, AttentionTerm()),
+    "scores": (None, AttentionTerm(kind="scores", layers="uniform")),
+    "both": (HiddenStateTerm(layers=((0, 0), (2, 3))), AttentionTerm(relations=("value",), layers=((1, 2), (2, 3)))),
+}
+
+
+def pair(kind: str = "llama") -> tuple[Any, Any]:
+    """A student and a teacher that differ in depth, width, heads and grouping."""
+    return tiny(kind), tiny(kind, hidden=48, layers=3, seed=1, num_attention_heads=6, num_key_value_heads=3)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_each_term_falls_when_it_alone_is_trained(name: str) -> None:
+    student, teacher = pair()
+    matching = FeatureMatching(student.config, teacher.config, *TERMS[name])
+    batch = collate(rows("llama", 4))
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    w = batch["attention_mask"].float()
+    own = [*student.parameters(), *([] if matching.projectors is None else matching.projectors.parameters())]
+    assert (matching.projectors is None) == (matching.hidden_term is None)
+    optimizer = torch.optim.Adam(own, lr=3e-3)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = terms(student, teacher, matching, inputs, w)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(later < earlier for earlier, later in zip(losses, losses[2:], strict=False))
+
+
+@pytest.mark.parametrize("name", ["both", "relations", "scores"])
+def test_terms_add_up_over_batches_and_vanish_at_the_teacher(name: str) -> None:
+    student, teacher = pair()
+    matching = FeatureMatching(student.config, teacher.config, *TERMS[name])
+    batch = collate(rows("llama", 4))
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    w = batch["attention_mask"] * torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(4))
+    whole = terms(student, teacher, matching, inputs, w)
+    halves = [
+        terms(student, teacher, matching, {key: value[s] for key, value in inputs.items()}, w[s])
+        for s in (slice(1), slice(1, 4))
+    ]
+    assert float((halves[0] + halves[1]).detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
+    itself = FeatureMatching(teacher.config, teacher.config, *TERMS[name])
+    if name != "both":
+        assert abs(float(terms(copy.deepcopy(teacher), teacher, itself, inputs, w).detach())) < 1e-5
+    nothing = terms(student, teacher, matching, inputs, torch.zeros_like(w))
+    assert float(nothing.detach()) == 0.0
+
+
+def test_packed_documents_are_matched_as_if_each_stood_alone() -> None:
+    student, teacher = pair()
+    matching = FeatureMatching(student.config, teacher.config, None, AttentionTerm())
+    documents = [torch.tensor([sample["input_ids"]]) for sample in rows("llama", 3)]
+    alone = sum(
+        terms(student, teacher, matching, {"input_ids": ids}, torch.ones(ids.shape)).detach() for ids in documents
+    )
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
+    packed = {"input_ids": torch.cat(documents, dim=1), "position_ids": positions}
+    together = terms(student, teacher, matching, packed, torch.ones(positions.shape))
+    assert float(together.detach()) == pytest.approx(float(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert_mlm"])
+def test_gradient_checkpointing_gives_the_same_gradients(kind: str) -> None:
+    off = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "bert_mlm": ("hidden_dropout_prob",)}.get(kind, ())
+    changes = dict.fromkeys([*off, *(["attention_probs_dropout_prob"] if kind == "bert_mlm" else [])], 0.0)
+    student, teacher = tiny(kind, **changes).train(), tiny(kind, hidden=48, layers=3, seed=1, **changes)
+    matching = FeatureMatching(student.config, teacher.config, HiddenStateTerm(), AttentionTerm(layers="uniform"))
+    batch = collate(rows("llama", 3))
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            student.gradient_checkpointing_enable()
+        student.zero_grad()
+        terms(student, teacher, matching, inputs, batch["attention_mask"].float()).backward()
+        found.append({name: value.grad.clone() for name, value in student.named_parameters() if value.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert torch.allclose(gradient, found[1][name], rtol=1e-5, atol=1e-7), name
+
+
+def test_what_cannot_be_matched_is_named() -> None:
+    from transformers import LlamaConfig, T5Config
+
+    llama, t5 = LlamaConfig(num_hidden_layers=2), T5Config()
+    with pytest.raises(UsageError) as caught:
+        FeatureMatching(t5, t5, HiddenStateTerm(), None)
+    assert [fault.where for fault in caught.value.faults] == ["student", "teacher"]
+    with pytest.raises(UsageError, match=r"attention\.layers = \(0, 1\): student layers are 1 to 2"):
+        FeatureMatching(llama, llama, None, AttentionTerm(layers=((0, 1),)))
+    matching = FeatureMatching(llama, llama, HiddenStateTerm(), None)
+    states = [torch.zeros(1, 4, 8)] * 3
+    with pytest.raises(UsageError, match="hidden states of the teacher = 2: its forward must return 3"):
+        matching.hidden_sum(states, states[:2], torch.ones(1, 4))
+    with pytest.raises(UsageError, match=r"\(1, 4\) and \(1, 8\) positions; give both whole sequences"):
+        matching.hidden_sum(states, [torch.zeros(1, 8, 8)] * 3, torch.ones(1, 4))
+
+
+def test_the_trainer_adds_the_terms_and_saves_the_student_alone(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
+
+    student, teacher = pair()
+    names = set(student.state_dict())
+    config = DistillationConfig(
+        alpha=1.0, hidden_states=HiddenStateTerm(weight=0.5), attention=AttentionTerm(weight=2.0)
+    )
+    batch = collate(rows("llama", 4))
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    w = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1)).float()
+    expected = {
+        name: float(terms(student, teacher, FeatureMatching(student.config, teacher.config, *own), inputs, w).detach())
+        for name, own in (("hidden_states", (config.hidden_states, None)), ("attention", (None, config.attention)))
+    }
+    trainer = DistillationTrainer(
+        model=student,
+        args=training_arguments(tmp_path, save_strategy="no", learning_rate=1e-3),
+        teacher=teacher,
+        distillation=config,
+        train_dataset=rows("llama", 4),
+        data_collator=collate,
+    )
+    trainer.train()
+    log = trainer.state.log_history[0]
+    for name, total in expected.items():
+        assert log[name] == pytest.approx(total / float(w.sum()), rel=1e-4)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert set(saved) <= names
