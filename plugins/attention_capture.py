@@ -57,7 +57,8 @@ def captured_attention(
 ) -> Iterator[dict[int, LayerAttention]]:
     """Record chosen layers, counted from 1, of the last forward pass inside the block.
 
-    ``with_graph``: gradients have to flow back through what was captured, as a student's must. Gradient checkpointing runs layers again in the backward pass, which lies outside the block.
+    ``with_graph``: gradients have to flow back through what was captured, as a student's must. Gradient checkpointing
+    runs layers again in the backward pass, which lies outside the block.
 
     Raises:
         UsageError: at the end, if a layer computed no attention that can be captured; or reentrant checkpointing.

@@ -135,7 +135,7 @@ def test_projectors_keep_the_root_mean_square_and_leave_the_state_dict(widths: t
     assert torch.equal(state, torch.get_rng_state())
     hidden = drawn(4000, widths[0], seed=3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        projected = made[0](hidden.bfloat16())
+        projected = made[0](hidden.bfloat16()).detach()
     assert projected.dtype == torch.float32
     assert projected.shape == (4000, widths[1])
     assert float(projected.square().mean().sqrt()) == pytest.approx(1.0, abs=0.05)
@@ -530,7 +530,10 @@ def test_the_trainer_adds_the_terms_and_saves_the_student_alone(tmp_path: Path) 
     w = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1)).float()
     expected = {
         name: float(terms(student, teacher, FeatureMatching(student.config, teacher.config, *own), inputs, w).detach())
-        for name, own in (("hidden_states", (config.hidden_states, None)), ("attention", (None, config.attention)))
+        for name, own in (
+            ("hidden_state_distance", (config.hidden_states, None)),
+            ("attention_distance", (None, config.attention)),
+        )
     }
     trainer = DistillationTrainer(
         model=student,
@@ -544,6 +547,8 @@ def test_the_trainer_adds_the_terms_and_saves_the_student_alone(tmp_path: Path) 
     log = trainer.state.log_history[0]
     for name, total in expected.items():
         assert log[name] == pytest.approx(total / float(w.sum()), rel=1e-4)
+    parts = log["kl_per_token"] + 0.5 * log["hidden_state_distance"] + 2.0 * log["attention_distance"]
+    assert log["loss"] == pytest.approx(parts, rel=1e-4)
     trainer.save_model(str(tmp_path / "saved"))
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert set(saved) <= names

@@ -1,4 +1,4 @@
-"""The trainer on one process: losses and gradients against an fp64 reference, tasks, heads, self-teachers, bad input."""
+"""The trainer on one process: losses and gradients against fp64, tasks, heads, self-teachers, bad input."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ class TestOnPolicy:
 
 
 def test_projectors_stay_out_of_the_student_and_come_back_on_resume(tmp_path: Path) -> None:
-    from safetensors import safe_open
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     config = DistillationConfig(alpha=0.5, hidden_states=HiddenStateTerm(weight=0.5))
@@ -337,8 +337,8 @@ def test_projectors_stay_out_of_the_student_and_come_back_on_resume(tmp_path: Pa
     for own, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.allclose(own, other, atol=1e-7)
     whole.save_model(str(tmp_path / "final"))
-    with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
-        assert not [name for name in file.keys() if "projector" in name]
+    saved = load_file(tmp_path / "final" / "model.safetensors")
+    assert not [name for name in saved if "projector" in name]
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -356,7 +356,7 @@ class TestBadInput:
         assert [fault.where for fault in caught.value.faults] == ["alpha", "temperature", "divergence", "mixture"]
 
     def test_label_smoothing(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="label_smoothing_factor = 0.1"):
+        with pytest.raises(UsageError, match=r"label_smoothing_factor = 0\.1"):
             trained(
                 tmp_path,
                 tiny("llama"),
@@ -385,9 +385,3 @@ class TestBadInput:
     def test_swapped_sizes_are_remarked_on(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         trained(tmp_path, tiny("llama", hidden=64), tiny("llama"), rows("llama", 4), DistillationConfig())
         assert "are they swapped?" in capsys.readouterr().err
-
-    def test_hidden_states_where_there_are_none(self, tmp_path: Path) -> None:
-        student = tiny("llama")
-        student.forward.__func__  # noqa: B018
-        config = DistillationConfig(hidden_states=HiddenStateTerm(weight=1.0), self_teacher=SelfTeacher(kind="ema"))
-        assert config.hidden_states is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,7 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
         teacher_placement=layout.teacher,  # type: ignore[arg-type]
         distillation=distillation(layout),
         train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(),
-        data_collator=collate_packed
-        if layout.packed
-        else collate_to_longest
-        if layout.sequence_parallel > 1
-        else collate,
+        data_collator=collator(layout),
     )
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -58,6 +55,12 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
             {name: value.float().contiguous() for name, value in state.items()}, output / f"{layout.name}.safetensors"
         )
         (output / f"{layout.name}.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def collator(layout: Layout) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    if layout.packed:
+        return collate_packed
+    return collate_to_longest if layout.sequence_parallel > 1 else collate
 
 
 def forget_sequence_parallelism() -> None:

@@ -1,4 +1,4 @@
-"""One gradient whatever splits the tokens: ranks, accumulation, packing, engine, sequence, teacher's place, fused or not."""
+"""One gradient however the tokens are split: ranks, accumulation, packing, engine, sequence, the teacher's place."""
 
 from __future__ import annotations
 
