@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .distillation_memory import teacher_host_terms, teacher_loading_bytes
 from .hardware import HardwareSpec
 from .job import TrainingJob
 from .model import ModelSpec
@@ -35,10 +36,12 @@ def estimate_host_memory(
     """Return host and NVMe bytes of one node, the larger of loading and training."""
     ranks = hardware.gpus_per_node
     processes: Terms = {"processes": ranks * PROCESS_BYTES}
-    loading = processes | {"checkpoint_loading": _loading_bytes(strategy, model, job, parameters, ranks)}
+    loaded = _loading_bytes(strategy, model, job, parameters, ranks) + teacher_loading_bytes(strategy, job, ranks)
+    loading = processes | {"checkpoint_loading": loaded}
     training = processes | {
         name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
     }
+    training |= teacher_host_terms(strategy, job, ranks)
     terms = max(loading, training, key=lambda candidate: sum(candidate.values()))
     return HostMemory(
         peak_bytes_per_node=sum(terms.values()),

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from .errors import Fault, UsageError
 from .model import ModelSpec
+from .teacher_placement import TeacherPlacementChoice
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Method = Literal["full", "lora", "qlora"]
@@ -107,6 +108,8 @@ class TrainingJob:
     """`chunked` never materialises the logits of all tokens."""
     teacher: ModelSpec | None = None
     """A frozen second model whose logits are distilled; `None` without distillation."""
+    teacher_placement: TeacherPlacementChoice = "auto"
+    """Where the teacher lives; unused without one."""
 
     @property
     def compute_bytes(self) -> int:
@@ -139,6 +142,7 @@ def validate_job(job: TrainingJob) -> None:
         ("strategy", StrategyName),
         ("offload", OffloadName),
         ("loss", LossImplementation),
+        ("teacher_placement", TeacherPlacementChoice),
         ("optimizer", tuple(OPTIMIZERS)),
     ):
         value = getattr(job, field)

@@ -8,6 +8,7 @@ from typing import Literal
 Phase = Literal["init", "loss", "backward", "step"]
 Moment = Literal[
     "init",
+    "teacher_forward",
     "last_layer_forward",
     "forward_end",
     "loss_backward",
@@ -20,7 +21,7 @@ Moment = Literal[
     "embedding_backward",
     "step",
 ]
-"""In their order: the forward pass of the last layer, the loss while it is computed and while it is differentiated, the
+"""In their order: a teacher's forward pass, which comes first, that of the last layer, the loss while it is computed and while it is differentiated, the
 backward pass of the output head and the reduction of its gradients, the same of the last and of the first layer, the
 token embedding, the optimizer's update."""
 
@@ -28,6 +29,7 @@ Terms = dict[str, int]
 
 PHASES: Mapping[Moment, Phase] = {
     "init": "init",
+    "teacher_forward": "loss",
     "last_layer_forward": "loss",
     "forward_end": "loss",
     "loss_backward": "loss",

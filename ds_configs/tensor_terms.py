@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .activations import ActivationEstimate, Adapter, Attention, Mode, UnknownFamilyError, estimate_activations
 from .buffers import buffer_terms
+from .distillation_memory import distillation_loss_terms, teacher_terms
 from .job import TrainingJob
 from .model import ModelSpec, adapted_experts
 from .model_states import RankParameters, model_state_terms
@@ -91,15 +92,13 @@ def moment_terms(
 ) -> dict[Moment, Terms]:
     """Return the named tensor bytes of each moment."""
     constant: Terms = {"model_buffers": model.buffer_bytes}
-    if job.teacher is not None:
-        share = strategy.shard_size if strategy.shards_parameters else 1
-        constant["teacher_weights"] = -(-job.teacher.parameter_count * job.compute_bytes // share)
     traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
     parts = (
         model_state_terms(strategy, model, job, parameters),
         buffer_terms(strategy, model, job, parameters),
         _activation_terms(strategy, model, job, traced),
         _weight_copies(strategy, model, job, parameters, traced.autocast_weight_copy_bytes_per_parameter),
+        teacher_terms(strategy, job),
     )
     combined: dict[Moment, Terms] = {}
     for moment in parts[0]:
@@ -125,18 +124,17 @@ def _activation_terms(
     def kept(count: int) -> Terms:
         return {"activations": (count * per_layer + traced.outside_layer_bytes) // ranks}
 
-    tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
-    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss == "eager" else 0
     forward = kept(layers)
     if strategy.gradient_checkpointing:
         forward |= {"forward_transient": traced.forward_transient_bytes // ranks}
-    loss = kept(layers) | _dequantized(model, job) | _loss_extras(strategy, model, job, tokens)
+    loss = _loss_terms(strategy, model, job, traced)
+    around = kept(layers) | _dequantized(model, job)
     return at_moments(
         {},
         last_layer_forward=forward,
-        forward_end=loss | {"loss": traced.loss_forward_peak_bytes // ranks},
-        loss_backward=loss | {"loss": traced.loss_backward_peak_bytes // ranks},
-        head_backward=kept(layers) | {"loss": logit_gradient},
+        forward_end=around | loss["forward_end"],
+        loss_backward=around | loss["loss_backward"],
+        head_backward=kept(layers) | loss["head_backward"],
         after_head=kept(layers),
         last_layer_backward=kept(layers) | transient_terms,
         after_last_layer=kept(layers - 1),
@@ -176,9 +174,9 @@ def _weight_copies(
     if not strategy.gradient_checkpointing:
         return at_moments(
             {},
-            loss=all_layers,
-            last_layer_forward=making,
-            **dict.fromkeys(("head_backward", "after_head", "last_layer_backward", "after_last_layer"), all_layers),
+            last_layer_forward={**all_layers, **making},
+            **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), all_layers),
+            **dict.fromkeys(("last_layer_backward", "after_last_layer"), all_layers),
             **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
         )
     autocast = {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
@@ -204,11 +202,20 @@ def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:
     return {"dequantized_weight": job.compute_bytes * widest}
 
 
-def _loss_extras(strategy: Strategy, model: ModelSpec, job: TrainingJob, tokens: int) -> Terms:
-    """A chunked loss computes the head's gradient in the forward pass; a teacher brings logits of its own."""
-    extras: Terms = {}
-    if job.loss == "chunked" and job.method == "full":
-        extras["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
+def _loss_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> dict[Moment, Terms]:
+    """Head and loss; a chunked one computes the head's gradient in the forward pass, and so does that of a teacher."""
     if job.teacher is not None:
-        extras["teacher_logits"] = (4 + job.compute_bytes) * tokens * job.teacher.dimensions.vocab_size
-    return extras
+        return distillation_loss_terms(strategy, model, job)
+    ranks, more = strategy.sp * strategy.cp, Terms()
+    if job.loss == "chunked" and job.method == "full":
+        more["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
+    tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
+    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss == "eager" else 0
+    return at_moments(
+        {},
+        forward_end=more | {"loss": traced.loss_forward_peak_bytes // ranks},
+        loss_backward=more | {"loss": traced.loss_backward_peak_bytes // ranks},
+        head_backward={"loss": logit_gradient},
+    )

@@ -38,11 +38,17 @@ TERM_MEANINGS: Mapping[str, str] = {
     "forward_transient": "what one checkpointed layer needs while it runs and does not keep",
     "adapted_expert_update": "the update that LoRA adds to an expert matrix, while the sum is made",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
-    "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak",
-    "head_gradient": "a chunked loss computes the head's gradient already in the forward pass",
+    "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak; with a teacher those of "
+    "some rows at a time",
+    "head_gradient": "a chunked loss computes the head's gradient already in the forward pass; with a teacher in fp32",
     "dequantized_weight": "the largest 4-bit weight, expanded for one product",
-    "teacher_weights": "the frozen teacher in compute precision, divided by the ranks where parameters are sharded",
-    "teacher_logits": "the teacher's logits and their fp32 log-probabilities",
+    "teacher_weights": "the frozen teacher in compute precision: whole, divided by all ranks, or in 4 bit",
+    "teacher_gathered": "the teacher's parameters while they are whole for use: gathered, copied from the host, or "
+    "expanded from 4 bit",
+    "teacher_activations": "what one layer of the teacher needs while it runs, before the student does",
+    "teacher_hidden_states": "the input of the teacher's output head for all tokens, until the loss has read it",
+    "teacher_head": "the weight of the teacher's output head, gathered until the loss has read it",
+    "teacher_targets": "ids and log-probabilities of a cached teacher's likeliest tokens",
     "model_buffers": "rotary tables and other fp32 buffers, on every rank",
     "allocator_fragmentation": "reserved beyond allocated: 3.8 % expected, -4.3 % to 14.8 % in the interval; "
     "measured runs move them, below zero where they stayed under the prediction",
@@ -54,6 +60,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "offloaded_optimizer_states": "optimizer states in host memory",
     "offloaded_gradients": "gradients on their way to and in the CPU optimizer",
     "offloaded_parameters": "parameter shards in host memory",
+    "offloaded_teacher": "the frozen teacher in host memory, once for each rank of a node",
+    "teacher_cache_reads": "what a cache of teacher answers is read to for one micro-batch",
     "pinned_rounding": "torch rounds each pinned block up to a power of two",
     "nvme_optimizer_buffers": "pinned buffers: buffer_count * 4 B * the largest sub-group shard",
     "nvme_parameter_buffers": "pinned buffers: buffer_count * buffer_size in compute precision",
@@ -64,6 +72,7 @@ TERM_ROLES: Mapping[str, Role] = {
     "weights": "weights",
     "secondary_weights": "weights",
     "teacher_weights": "weights",
+    "offloaded_teacher": "weights",
     "offloaded_parameters": "weights",
     "dequantized_weight": "weights",
     "master_weights": "optimizer",
@@ -94,7 +103,11 @@ TERM_ROLES: Mapping[str, Role] = {
     "forward_transient": "activations",
     "backward_transient": "activations",
     "loss": "activations",
-    "teacher_logits": "activations",
+    "teacher_gathered": "buckets",
+    "teacher_head": "buckets",
+    "teacher_activations": "activations",
+    "teacher_hidden_states": "activations",
+    "teacher_targets": "activations",
 }
 """What a tensor term is for, in the roles that the byte meter tells apart; every other term is `other`.
 

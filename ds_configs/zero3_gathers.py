@@ -56,17 +56,22 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, checkpointing: boo
     return held | {later: held[earlier] for later, earlier in same}
 
 
+@lru_cache(maxsize=64)
+def forward_gathered_elements(model: ModelSpec, zero: ZeroOptions) -> int:
+    """Return the most elements gathered in a forward pass that no backward pass follows, without persistent ones."""
+    embeddings, layer_kinds, tail = _modules(model, zero)
+    layers = _repeated_layers(model, zero, layer_kinds)
+    units = [(), *embeddings, *(unit for layer in layers for unit in layer), *tail]
+    return max(_replay(units, zero))
+
+
 def _turns(model: ModelSpec, zero: ZeroOptions, checkpointing: bool) -> list[tuple[_Unit, Moment | None]]:
     """Return the turns of one step in order, each with the moment that it counts for.
 
     The turn after the head's forward stands for the loss, that of the model itself.
     """
     embeddings, layer_kinds, tail = _modules(model, zero)
-    window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
-    count = min(model.dimensions.num_layers, ceil(window / max(1, model.layer_parameter_count)) + 4)
-    layers = [
-        [tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))
-    ]
+    layers = _repeated_layers(model, zero, layer_kinds)
     turns: list[tuple[_Unit, Moment | None]] = [((), None), *((unit, None) for unit in embeddings)]
     turns += [(unit, None) for layer in layers[:-1] for unit in layer]
     turns += [(unit, "last_layer_forward") for unit in layers[-1]]
@@ -83,6 +88,15 @@ def _turns(model: ModelSpec, zero: ZeroOptions, checkpointing: bool) -> list[tup
         turns += [(unit, moment) for unit in [(), *again, *reversed(layer)]]
     turns += [(unit, "embedding_backward") for unit in reversed(embeddings)]
     return turns
+
+
+def _repeated_layers(model: ModelSpec, zero: ZeroOptions, layer_kinds: list[_Unit]) -> list[list[_Unit]]:
+    """Return as many layers as the queue can hold at once and some more, each with tensors of its own."""
+    window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
+    count = min(model.dimensions.num_layers, ceil(window / max(1, model.layer_parameter_count)) + 4)
+    return [
+        [tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))
+    ]
 
 
 def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:

@@ -23,6 +23,7 @@ from .objective import Divergence
 if TYPE_CHECKING:
     import torch
 
+_MIXED = ("jsd", "skewed_kl", "skewed_reverse_kl")
 LOWEST = -1e4
 """Stands for log 0: its exponential is 0 in fp32, and differences of it are finite."""
 _VANISHING = -80.0
@@ -38,19 +39,8 @@ def divergence_rows(
     """Return the divergence of each row, [N], differentiable by autograd."""
     log_q = student_log_probabilities_NV.clamp(min=LOWEST)
     log_p = teacher_log_probabilities_NV.clamp(min=LOWEST)
-    if kind == "forward_kl":
-        return _relative_entropy(log_p, log_q).sum(dim=-1)
-    if kind == "reverse_kl":
-        return _relative_entropy(log_q, log_p).sum(dim=-1)
-    if kind == "total_variation":
-        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
-    log_m = _log_mixture(kind, log_q, log_p, mixture)
-    if kind == "skewed_kl":
-        return _relative_entropy(log_p, log_m).sum(dim=-1)
-    if kind == "skewed_reverse_kl":
-        return _relative_entropy(log_q, log_m).sum(dim=-1)
-    teacher, student = _relative_entropy(log_p, log_m), _relative_entropy(log_q, log_m)
-    return (mixture * teacher + (1.0 - mixture) * student).sum(dim=-1)
+    log_m = _log_mixture(kind, log_q, log_p, mixture) if kind in _MIXED else None
+    return _rows(kind, log_q, log_p, log_m, mixture)
 
 
 def divergence_and_gradient(
@@ -65,25 +55,45 @@ def divergence_and_gradient(
     """
     log_q = student_log_probabilities_NV.clamp(min=LOWEST)
     log_p = teacher_log_probabilities_NV.clamp(min=LOWEST)
-    value_N = divergence_rows(kind, log_q, log_p, mixture)
+    log_m = _log_mixture(kind, log_q, log_p, mixture) if kind in _MIXED else None
+    value_N = _rows(kind, log_q, log_p, log_m, mixture)
     q = log_q.exp()
     if kind == "forward_kl":
         return value_N, q.sub_(log_p.exp_())
-    if kind == "total_variation":
-        slope = log_p.exp_().neg_().add_(q).sign_().mul_(0.5)
+    if log_m is not None:
+        slope = _mixed_slope(kind, log_q, log_p, log_m, mixture)
     elif kind == "reverse_kl":
         slope = log_q.sub_(log_p)
     else:
-        log_m = _log_mixture(kind, log_q, log_p, mixture)
-        if kind == "jsd":
-            slope = log_q.sub_(log_m).mul_(1.0 - mixture)
-        elif kind == "skewed_kl":
-            slope = log_p.sub_(log_m).exp_().mul_(mixture - 1.0)
-        else:
-            ratio = log_q.sub_(log_m)
-            slope = ratio.sub(ratio.exp(), alpha=mixture)
+        slope = log_p.exp_().neg_().add_(q).sign_().mul_(0.5)
     slope.sub_((q * slope).sum(dim=-1, keepdim=True))
     return value_N, q.mul_(slope)
+
+
+def _rows(
+    kind: Divergence, log_q: torch.Tensor, log_p: torch.Tensor, log_m: torch.Tensor | None, mixture: float
+) -> torch.Tensor:
+    if kind == "total_variation":
+        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
+    if log_m is None:
+        first, second = (log_p, log_q) if kind == "forward_kl" else (log_q, log_p)
+        return _relative_entropy(first, second).sum(dim=-1)
+    if kind == "jsd":
+        from_teacher, from_student = _relative_entropy(log_p, log_m), _relative_entropy(log_q, log_m)
+        return (mixture * from_teacher + (1.0 - mixture) * from_student).sum(dim=-1)
+    return _relative_entropy(log_p if kind == "skewed_kl" else log_q, log_m).sum(dim=-1)
+
+
+def _mixed_slope(
+    kind: Divergence, log_q: torch.Tensor, log_p: torch.Tensor, log_m: torch.Tensor, mixture: float
+) -> torch.Tensor:
+    """Return ∂D/∂q at fixed p, up to a constant; overwrites what it is given."""
+    if kind == "jsd":
+        return log_q.sub_(log_m).mul_(1.0 - mixture)
+    if kind == "skewed_kl":
+        return log_p.sub_(log_m).exp_().mul_(mixture - 1.0)
+    ratio = log_q.sub_(log_m)
+    return ratio.sub(ratio.exp(), alpha=mixture)
 
 
 def _relative_entropy(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
