@@ -42,6 +42,7 @@ def train(student: Any, teacher: Any, config: DistillationConfig, samples: Any, 
             learning_rate=3e-3,
             max_steps=steps,
             report_to="none",
+            save_strategy="no",
             disable_tqdm=True,
             use_cpu=True,
         )
@@ -62,14 +63,12 @@ def train(student: Any, teacher: Any, config: DistillationConfig, samples: Any, 
 def main() -> None:
     """Print one line for each student."""
     samples = pack(read_documents(None), byte_tokenizer(VOCAB_SIZE), SEQ_LEN)
-    teacher = model(hidden_size=128, layers=4)
-    train(teacher, None, DistillationConfig(alpha=0.0), samples, steps=240)
+    teacher = model(hidden_size=96, layers=3)
+    train(teacher, None, DistillationConfig(alpha=0.0), samples, steps=250)
     students = {
         "labels alone": DistillationConfig(alpha=1e-9),
-        "and probabilities": DistillationConfig(alpha=0.9, temperature=2.0),
-        "and hidden states": DistillationConfig(
-            alpha=0.9, temperature=2.0, hidden_states=HiddenStateTerm(weight=0.3, kind="cosine")
-        ),
+        "and probabilities": DistillationConfig(alpha=0.9),
+        "and hidden states": DistillationConfig(alpha=0.9, hidden_states=HiddenStateTerm(weight=0.3, kind="cosine")),
     }
     print(f"{'student learns from':20} {'cross-entropy':>13} {'KL to teacher':>13} {'same token':>10}")
     for name, config in students.items():

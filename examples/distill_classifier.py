@@ -64,6 +64,7 @@ def train(student: Any, teacher: Any, config: DistillationConfig, rows: list[dic
             learning_rate=2e-3,
             max_steps=steps,
             report_to="none",
+            save_strategy="no",
             disable_tqdm=True,
             use_cpu=True,
         )

@@ -42,6 +42,7 @@ def train(student: Any, config: DistillationConfig, samples: Any, steps: int, ra
             learning_rate=rate,
             max_steps=steps,
             report_to="none",
+            save_strategy="no",
             disable_tqdm=True,
             use_cpu=True,
         )

@@ -50,14 +50,14 @@ class DistillationBatch:
         """Return the rows that count of [B, S, ...], as [N, ...]; of [B, ...] where sequences are classified."""
         return values.reshape(-1, values.shape[-1]).index_select(0, self.rows_N)
 
-    def position_weights(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+    def position_weights(self) -> torch.Tensor:
         """Return the weight of every position [B, S]; a classified sequence spreads its weight over its tokens."""
+        import torch
+
         if self.labels.dim() > 1:
             return self.weights
         mask_BS = self.model_inputs.get("attention_mask")
-        if mask_BS is None:
-            mask_BS = hidden_BSH.new_ones(hidden_BSH.shape[:2])
-        mask_BS = mask_BS.float()
+        mask_BS = torch.ones_like(self.model_inputs["input_ids"]).float() if mask_BS is None else mask_BS.float()
         return self.weights[:, None] * mask_BS / mask_BS.sum(dim=1, keepdim=True).clamp(min=1)
 
 

@@ -132,12 +132,12 @@ class StudentStep:
             from ...plugins.attention_capture import hidden_states_of
 
             student = hidden_states_of(outputs)
-            weights_BS = self.batch.position_weights(student[-1])
+            weights_BS = self.batch.position_weights()
             distance = self.features.hidden_sum(student, self.lesson.hidden_states, weights_BS)
             self.sums["hidden_states"] = distance.detach()
             loss = loss + self.features.hidden_term.weight * distance
         if self.features.attention_term is not None:
-            weights_BS = self.batch.weights
+            weights_BS = self.batch.position_weights()
             distance = self.features.attention_sum(
                 attention, self.lesson.attention, weights_BS, self.batch.model_inputs
             )
