@@ -1,0 +1,164 @@
+"""Dual encoders: each loss against fp64 formulas, one gradient over ranks, and a student that learns and reloads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distilling import training_arguments
+from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.trainers.distillation.clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
+from shardwright.trainers.distillation.contrastive import feature_loss, interactive_loss, similarity_loss, task_loss
+
+ROWS = 7
+
+
+def embeddings(width: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    made = (torch.randn(ROWS, width, generator=draw) for _ in range(2))
+    return tuple(torch.nn.functional.normalize(one, dim=-1).to(dtype).requires_grad_() for one in made)  # type: ignore
+
+
+def cross_entropy(similarities: torch.Tensor) -> torch.Tensor:
+    """Both directions, from probabilities in fp64."""
+    there, back = torch.softmax(similarities, 1).diagonal(), torch.softmax(similarities, 0).diagonal()
+    return -(there.log().mean() + back.log().mean()) / 2
+
+
+def check(loss: torch.Tensor, leaves: Any, expected: torch.Tensor, exact_leaves: Any, rel: float = 1e-5) -> None:
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=rel)
+    found, wanted = torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, exact_leaves)
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one.double() - other).norm()) < 1e-4 * float(other.norm()) + 1e-9
+
+
+def test_losses_against_fp64() -> None:
+    images, texts = embeddings(16, 1)
+    taught_images, taught_texts = (value.detach() for value in embeddings(24, 2))
+    own_scale, taught_scale = torch.tensor(2.5, requires_grad=True), torch.tensor(3.5)
+    i, t = (value.detach().double().requires_grad_() for value in (images, texts))
+    ti, tt = taught_images.double(), taught_texts.double()
+    s = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
+    leaves, exact = (images, texts, own_scale), (i, t, s)
+    check(task_loss(images, texts, own_scale), leaves, cross_entropy(s.exp() * i @ t.T), exact)
+    tau = 2.0
+    found = similarity_loss((images, texts, own_scale), (taught_images, taught_texts, taught_scale), tau)
+    own, taught = s.exp() * i @ t.T / tau, math.exp(3.5) * ti @ tt.T / tau
+    expected: Any = 0.0
+    for dim in (0, 1):
+        p, q = torch.softmax(taught, dim), torch.softmax(own, dim)
+        expected = expected + (p * (p / q).log()).sum() / ROWS
+    check(found, leaves, 0.5 * tau**2 * expected, exact)
+
+
+def test_losses_against_the_teachers_embeddings() -> None:
+    images, texts = embeddings(16, 1)
+    taught_images, taught_texts = (value.detach() for value in embeddings(16, 2))
+    scale = torch.tensor(1.5, requires_grad=True)
+    i, t = (value.detach().double().requires_grad_() for value in (images, texts))
+    ti, tt, s = (
+        taught_images.double(),
+        taught_texts.double(),
+        torch.tensor(1.5, dtype=torch.float64, requires_grad=True),
+    )
+    found = interactive_loss(images, texts, taught_images, taught_texts, scale)
+    one, other = (torch.softmax(s.exp() * a @ b.T, 1).diagonal().log().mean() for a, b in ((i, tt), (t, ti)))
+    check(found, (images, texts, scale), -(one + other) / 2, (i, t, s))
+    check(feature_loss(images, taught_images), (images,), ((i - ti) ** 2).sum() / ROWS, (i,))
+
+
+def test_bf16_embeddings_are_computed_in_fp32() -> None:
+    images, texts = embeddings(16, 1, torch.bfloat16)
+    scale = torch.tensor(2.0)
+    expected = cross_entropy(math.exp(2.0) * images.double() @ texts.double().T)
+    assert float(task_loss(images, texts, scale).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def tiny_clip(width: int, seed: int) -> Any:
+    from transformers import CLIPConfig, CLIPModel, set_seed
+
+    set_seed(seed)
+    shape = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = shape | {"vocab_size": 40, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2}
+    vision = shape | {"image_size": 16, "patch_size": 8}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=width))
+
+
+def pairs(count: int) -> list[dict[str, torch.Tensor]]:
+    """Images of one colour with captions that name it."""
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(count):
+        colour = torch.randint(0, 30, (3,), generator=draw)
+        image = (colour / 30.0)[:, None, None].expand(3, 16, 16) + 0.02 * torch.randn(3, 16, 16, generator=draw)
+        made.append({"pixel_values": image, "input_ids": torch.tensor([1, *(3 + colour).tolist(), 2])})
+    return made
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def trainer_of(directory: Path, student: Any, teacher: Any, **changes: Any) -> CLIPDistillationTrainer:
+    settings = {"per_device_train_batch_size": 8, "max_steps": 16, "learning_rate": 2e-3, "optim": "adamw_torch"}
+    return CLIPDistillationTrainer(
+        model=student,
+        teacher=teacher,
+        distillation=ClipDistillationConfig(),
+        args=training_arguments(directory, **(settings | changes)),
+        train_dataset=pairs(32),
+        eval_dataset=pairs(16),
+        data_collator=collate,
+    )
+
+
+def test_a_student_nears_its_teacher_and_reloads(tmp_path: Path) -> None:
+    from transformers import CLIPModel
+
+    trainer = trainer_of(tmp_path, tiny_clip(16, 1), tiny_clip(24, 2))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name in ("task_loss", "similarity_loss", "interactive_loss", "features_loss"):
+        assert logs[-1][name] < logs[0][name]
+    total = sum(logs[0][name] for name in ("task_loss", "similarity_loss", "interactive_loss", "features_loss"))
+    assert logs[0]["loss"] == pytest.approx(total, rel=1e-5)
+    trainer.save_model(str(tmp_path / "saved"))
+    _, report = CLIPModel.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    from distilling import tiny
+
+    with pytest.raises(UsageError, match=r"teacher = 'LlamaForCausalLM': is no dual encoder"):
+        trainer_of(tmp_path, tiny_clip(16, 1), tiny("llama"))
+    with pytest.raises(UsageError) as caught:
+        ClipDistillationConfig(task=-1.0, temperature=0.0)
+    assert [fault.where for fault in caught.value.faults] == ["task", "temperature"]
+    teacher = tiny_clip(16, 2)
+    teacher.visual_projection.weight.data[0, 0] = float("nan")
+    with pytest.raises(ShardwrightError, match="is not a number"):
+        trainer_of(tmp_path, tiny_clip(16, 1), teacher).train()
+
+
+@pytest.mark.distributed
+def test_two_ranks_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from shardwright.plugins.launching import torchrun
+
+    worker = str(Path(__file__).parent / "distributed" / "clip_worker.py")
+    environment = {"PYTHONPATH": str(Path(__file__).parent)}
+    for ranks in (1, 2):
+        torchrun([worker, str(tmp_path / str(ranks))], ranks=ranks, timeout_seconds=120, environment=environment)
+    one, two = (load_file(tmp_path / str(ranks) / "weights.safetensors") for ranks in (1, 2))
+    start = {name: value for name, value in tiny_clip(16, 1).state_dict().items() if name in one}
+    largest = max(float((one[name] - start[name]).abs().max()) for name in start)
+    for name in start:
+        assert float((one[name] - two[name]).abs().max()) < 1e-6 * largest, name
