@@ -16,6 +16,7 @@ from ..ds_configs.hardware import HardwareSpec
 from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch
 from ..ds_configs.plan import Plan, PlanDoesNotFitError
 from ..ds_configs.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
+from ..ds_configs.teacher_placement import TeacherPlacementChoice
 from .settings import PlanSettings, ResolvedSettings, job_from_settings, resolve_settings
 
 
@@ -39,6 +40,7 @@ def plan_command(
     offload: OffloadName | None = None,
     loss: LossImplementation | None = None,
     teacher: str | None = None,
+    teacher_placement: TeacherPlacementChoice | None = None,
     calibration: bool = True,
     revision: str | None = None,
     trust_remote_code: Annotated[bool, Parameter(negative="")] = False,
@@ -90,6 +92,8 @@ def plan_command(
         chunked never materialises the logits of all tokens. Default eager.
     teacher
         A frozen second model for distillation.
+    teacher_placement
+        replica (whole on every rank), sharded, offloaded (host memory), quantized (4 bit), cached. Default auto.
     calibration
         Let runs that `shardwright calibrate` stored narrow the memory interval.
     revision

@@ -56,7 +56,8 @@ def _plan_schema() -> dict[str, Any]:
         "nvme_bytes_per_node": nvme_used,
         "reason": {"type": "string"},
     }
-    chosen = layout | {"step_time": {"type": ["object", "null"]}}
+    teacher = parts["Evaluated"]["properties"]["teacher"]
+    chosen = layout | {"step_time": {"type": ["object", "null"]}, "teacher": teacher}
     del parts["MemoryEstimate"], parts["Evaluated"]
     text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
     model = {

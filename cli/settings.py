@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch, TrainingJob
 from ..ds_configs.model import ModelSpec
+from ..ds_configs.teacher_placement import TeacherPlacementChoice
 
 ENVIRONMENT_PREFIX = "SHARDWRIGHT_"
 _NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR"})
@@ -43,6 +44,7 @@ class PlanSettings(BaseModel):
     loss: LossImplementation = Field("eager", description="chunked never materialises all logits")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
     teacher: str | None = Field(None, description="a frozen second model for distillation")
+    teacher_placement: TeacherPlacementChoice = Field("auto", description="where the teacher lives")
 
 
 _NUMBERS = frozenset(
@@ -114,7 +116,14 @@ def _fault(detail: Mapping[str, Any], origins: Mapping[str, str]) -> Fault:
 
 
 def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> TrainingJob:
-    """Return the training job that the settings describe."""
+    """Return the training job that the settings describe.
+
+    Raises:
+        UsageError: a teacher is placed and none is named.
+    """
+    if teacher is None and settings.teacher_placement != "auto":
+        rule, fix = "places a teacher, and none is named", "give --teacher too"
+        raise UsageError(Fault(where="teacher_placement", value=settings.teacher_placement, rule=rule, fix=fix))
     micro_batch = settings.micro_batch_size
     return TrainingJob(
         seq_len_tokens=settings.seq_len,
@@ -130,4 +139,5 @@ def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> Trai
         offload=settings.offload,
         loss=settings.loss,
         teacher=teacher,
+        teacher_placement=settings.teacher_placement,
     )

@@ -17,6 +17,7 @@ from ..ds_configs.memory import GpuMemory
 from ..ds_configs.plan_data import PlanData
 from ..ds_configs.reasons import display_name
 from ..ds_configs.render.launch import launch_arguments
+from ..ds_configs.teacher_placement import TeacherChoice
 from ..ds_configs.units import gigabytes, human_count
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
@@ -45,6 +46,9 @@ def show_plan(plan: PlanData, directory: Path | None) -> None:
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
     out.print(_host_line(plan))
     out.print()
+    if chosen.teacher is not None:
+        out.print(teacher_table(chosen.teacher))
+        out.print()
     out.print(_rejected_table(plan))
     if directory is None:
         out.print("No files written; give --output-dir to write", ", ".join(plan.file_names))
@@ -98,6 +102,22 @@ def terms_table(terms: Mapping[str, int], title: str) -> Table:
     for index, (name, count) in enumerate(sorted(terms.items(), key=lambda item: -item[1])):
         table.add_row(Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), gigabytes(count))
     table.add_row("together", gigabytes(sum(terms.values())), style="bold")
+    return table
+
+
+def teacher_table(teacher: TeacherChoice) -> Table:
+    """Return where the teacher lives with the reason, and what the other placements would cost."""
+    table = Table(title="Teacher", title_justify="left", box=None, pad_edge=False)
+    table.add_column("placement")
+    table.add_column("GPU GB", justify="right", no_wrap=True)
+    table.add_column("host GB of a node", justify="right")
+    table.add_column("why")
+    reason = Text(teacher.reason.removeprefix(teacher.placement).strip())
+    row = (teacher.placement, gigabytes(teacher.gpu_bytes), gigabytes(teacher.host_bytes), reason)
+    table.add_row(*row, style="bold green")
+    for cost in teacher.alternatives:
+        sizes = (gigabytes(cost.gpu_bytes), gigabytes(cost.host_bytes))
+        table.add_row(cost.placement, *sizes, Text(cost.reason))
     return table
 
 

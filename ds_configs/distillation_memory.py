@@ -14,20 +14,25 @@ from .model_states import NF4_BYTES
 from .moments import Moment, Terms, at_moments
 from .strategy import Strategy, ZeroOptions
 from .teacher_placement import TeacherPlacement
+from .units import pinned_block_bytes
 from .zero3_gathers import forward_gathered_elements
 
 TEACHER_ZERO = ZeroOptions(stage3_param_persistence_threshold=0)
 """What a sharded teacher's own ZeRO-3 engine runs with: DeepSpeed's defaults, and no tensor whole on every rank."""
 
 CHUNK_BYTES = 512 * 2**20
-"""The fused loss works on `CHUNK_BYTES / (16 · vocabulary)` rows at a time."""
-_BYTES_PER_CHUNK_LOGIT = 16
+"""The fused loss makes both heads' products for as many rows at a time as these bytes hold."""
 
-CHUNK_TENSORS = 16
-"""fp32 tensors of [rows, vocabulary] that live at once in a chunk: 12 to 15.25 metered, by divergence and precision, and
-one with a soft-cap."""
+BLOCK_BYTES = 32 * 2**20
+"""On an accelerator it works on as many of these rows at a time as one fp32 tensor of this size holds."""
 
-_HEAD_ROWS = 8192
+_BLOCK_BYTES_OF_A_LOGIT = 45 + 4
+"""Eleven fp32 temporaries and a mask, metered, and one for a soft-cap or 16-bit products."""
+
+_BYTES_OF_A_ROW = 32
+"""A weight and seven values of each row, in fp32."""
+
+HEAD_ROWS = 8192
 """Rows of the head whose gradient is added at once, in fp32."""
 
 _NORM_BACKWARD_BYTES = 18
@@ -91,10 +96,11 @@ def _gathered_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) ->
     """Bytes of whole parameters while the teacher runs.
 
     FSDP2 keeps its root unit (embeddings, final norm, head) from the first module to the last, and a layer with the
-    next one's all-gather. Host memory is copied module by module (accelerate 1.15.0, hooks.py `AlignDevicesHook`).
+    next one's all-gather. One process copies from the host module by module (accelerate 1.15.0, hooks.py
+    `AlignDevicesHook`).
     """
     placement = placement_of(job)
-    if placement == "offloaded":
+    if placement == "offloaded" and strategy.world_size == 1:
         return job.compute_bytes * teacher.largest_gather_unit()
     if placement == "quantized":
         widest = max((p.numel for p in teacher.parameters if p.kind == "linear" and p.in_layer), default=0)
@@ -139,7 +145,7 @@ def _forward_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) -> 
 
 
 def distillation_loss_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
-    """Return the fused loss's own bytes: a chunk's temporaries, the hidden gradient, the head's fp32 gradient.
+    """Return the fused loss's own bytes: its temporaries, the hidden gradient, the head's fp32 gradient.
 
     The head's gradient is computed in the forward pass and cast to the weight's dtype in the backward pass; a head
     that is not trained has none.
@@ -147,28 +153,34 @@ def distillation_loss_terms(strategy: Strategy, model: ModelSpec, job: TrainingJ
     assert job.teacher is not None, "only distillation has this loss"
     ranks = strategy.sp * strategy.cp
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
-    sizes, hidden = model.dimensions, model.dimensions.hidden_size
-    rows = min(tokens, chunk_rows(sizes.vocab_size))
-    columns = max(sizes.vocab_size, job.teacher.dimensions.vocab_size)
-    temporaries = 4 * CHUNK_TENSORS * rows * columns
+    hidden = model.dimensions.hidden_size
     hidden_gradient = job.compute_bytes * tokens * hidden
-    forward = {"loss": temporaries + hidden_gradient}
+    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, job.teacher, tokens, job)}
     backward = {"loss": max(hidden_gradient, _NORM_BACKWARD_BYTES * tokens * hidden)}
     if job.method == "full":
         sixteen_bit = job.precision != "fp32" and strategy.engine in ("deepspeed", "fsdp2")
         forward["head_gradient"] = 4 * model.embedding_parameters
-        forward["loss"] += 4 * min(_HEAD_ROWS, sizes.vocab_size) * hidden
         backward["head_gradient"] = (4 + (2 if sixteen_bit else 0)) * model.embedding_parameters
     return at_moments({}, forward_end=forward, loss_backward=backward)
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Return the rows that the fused loss works on at a time.
+def fused_temporary_bytes(
+    student: ModelSpec, teacher: ModelSpec, tokens: int, job: TrainingJob, *, block_bytes: int = BLOCK_BYTES
+) -> int:
+    """Return what the fused loss holds only while it runs, with n rows in a chunk and b in a block.
 
-    >>> chunk_rows(128_256)
-    261
+    `c n V_s` of the student's product, and the larger of the teacher's `c n V_t` with a block's
+    `b V (49 + c + 4 [c = 2])` and of the rows of the head whose gradient is added.
     """
-    return max(1, CHUNK_BYTES // (_BYTES_PER_CHUNK_LOGIT * vocab_size))
+    width, columns, taught_columns = job.compute_bytes, student.dimensions.vocab_size, teacher.dimensions.vocab_size
+    most = max(1, CHUNK_BYTES // (width * (columns + taught_columns)))
+    rows = -(-tokens // -(-tokens // most))
+    block = min(rows, max(1, block_bytes // (4 * columns)))
+    bytes_of_a_logit = _BLOCK_BYTES_OF_A_LOGIT + width + (4 if width == 2 else 0)
+    elementwise = width * rows * taught_columns + block * max(columns, taught_columns) * bytes_of_a_logit
+    adds = job.method == "full" and width == 2
+    added = 4 * min(HEAD_ROWS, columns) * student.dimensions.hidden_size if adds else 0
+    return _BYTES_OF_A_ROW * tokens + width * rows * columns + max(elementwise, added)
 
 
 def teacher_loading_bytes(strategy: Strategy, job: TrainingJob, ranks: int) -> int:
@@ -182,7 +194,8 @@ def teacher_loading_bytes(strategy: Strategy, job: TrainingJob, ranks: int) -> i
         return 0
     if placement == "quantized":
         return ranks * _four_bit_bytes(job.teacher, job)
-    if placement == "sharded" and strategy.engine != "fsdp2" and not job.teacher.weight_conversion:
+    shared = placement == "sharded" or (placement == "offloaded" and strategy.world_size > 1)
+    if shared and strategy.engine != "fsdp2" and not job.teacher.weight_conversion:
         return 0
     return ranks * job.compute_bytes * job.teacher.parameter_count
 
@@ -190,13 +203,17 @@ def teacher_loading_bytes(strategy: Strategy, job: TrainingJob, ranks: int) -> i
 def teacher_host_terms(strategy: Strategy, job: TrainingJob, ranks: int) -> Terms:
     """Return the named bytes that the teacher keeps in the host memory of a node while the student trains.
 
-    An offloaded teacher is whole in the memory of every rank: its hooks copy from a state dict of that process.
+    Each rank holds its share of an offloaded teacher, in pinned blocks of one tensor each.
     """
     placement = placement_of(job)
     if job.teacher is None:
         return {}
     if placement == "offloaded":
-        return {"offloaded_teacher": ranks * job.compute_bytes * job.teacher.parameter_count}
+        if strategy.world_size == 1:
+            return {"offloaded_teacher": job.compute_bytes * job.teacher.parameter_count}
+        shares = ((-(-p.numel // strategy.world_size), p.count) for p in job.teacher.parameters)
+        pinned = sum(count * pinned_block_bytes(job.compute_bytes * share) for share, count in shares)
+        return {"offloaded_teacher": ranks * pinned}
     if placement == "cached":
         tokens = strategy.micro_batch_size * job.seq_len_tokens
         return {"teacher_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}

@@ -11,6 +11,7 @@ from .model import ModelSpec
 from .model_states import RankParameters, optimizer_state_bytes
 from .moments import Terms
 from .strategy import Strategy
+from .units import pinned_block_bytes as pinned_block_bytes
 
 PROCESS_BYTES = 3 * 10**9
 """Resident memory of one rank's Python process with torch, DeepSpeed and its data workers (an assumption)."""
@@ -49,15 +50,6 @@ def estimate_host_memory(
         terms={name: count for name, count in terms.items() if count},
         nvme_bytes_per_node=ranks * _nvme_bytes(strategy, model, job, parameters),
     )
-
-
-def pinned_block_bytes(count: int) -> int:
-    """Return what torch reserves for one pinned block: the next power of two (CachingHostAllocator).
-
-    >>> pinned_block_bytes(3 * 2**30) == 4 * 2**30
-    True
-    """
-    return 1 << (count - 1).bit_length() if count > 0 else 0
 
 
 def _loading_bytes(

@@ -21,9 +21,9 @@ Moment = Literal[
     "embedding_backward",
     "step",
 ]
-"""In their order: a teacher's forward pass, which comes first, that of the last layer, the loss while it is computed and while it is differentiated, the
-backward pass of the output head and the reduction of its gradients, the same of the last and of the first layer, the
-token embedding, the optimizer's update."""
+"""In their order: a teacher's forward pass, that of the last layer, the loss while it is computed and
+while it is differentiated, the backward pass of the output head and the reduction of its gradients, the same of the
+last and of the first layer, the token embedding, the optimizer's update."""
 
 Terms = dict[str, int]
 

@@ -34,6 +34,7 @@ def plan_to_dict(plan: PlanData) -> dict[str, Any]:
             "nvme_bytes_per_node": plan.chosen.memory.host.nvme_bytes_per_node,
             "step_time": None,
             "reason": plan.chosen.reason,
+            "teacher": None if plan.chosen.teacher is None else asdict(plan.chosen.teacher),
         },
         "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
         "files": list(plan.file_names),
@@ -134,6 +135,7 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "strategy": strategy,
         "reason": candidate["reason"],
+        "teacher": candidate.get("teacher"),
         "memory": {
             "gpu": candidate["gpu_memory"],
             "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},

@@ -87,9 +87,13 @@ def rejected_reason(
     job: TrainingJob,
     *,
     chosen: Strategy | None,
+    chosen_job: TrainingJob | None = None,
 ) -> str:
-    """Return why this layout was not taken: what it lacks, or what it costs more than the chosen one."""
-    name, gpu, host = display_name(strategy), memory.gpu, memory.host
+    """Return why this layout was not taken: what it lacks, or what it costs more than the chosen one.
+
+    The jobs say where a teacher would live and lives.
+    """
+    name, gpu, host = display_name(strategy) + _with_teacher(job), memory.gpu, memory.host
     if not gpu.fits:
         return (
             f"{name} needs up to {gigabytes(gpu.high_bytes)} GB of {gigabytes(gpu.capacity_bytes)} GB: "
@@ -106,7 +110,14 @@ def rejected_reason(
             f"{gigabytes(memory.nvme_capacity_bytes_per_node)} GB NVMe on each node."
         )
     assert chosen is not None, "a layout that fits is only rejected for a better one"
+    if chosen_job is not None and chosen_job.teacher_placement != job.teacher_placement:
+        return f"{name} fits with {gigabytes(gpu.high_bytes)} GB, but not{_with_teacher(chosen_job)}."
     return f"{name} fits with {gigabytes(gpu.high_bytes)} GB, but {_cost(strategy, chosen, model, hardware, job)}."
+
+
+def _with_teacher(job: TrainingJob) -> str:
+    where = "as a replica" if job.teacher_placement == "replica" else job.teacher_placement
+    return "" if job.teacher is None else f" with the teacher {where}"
 
 
 def _cost(strategy: Strategy, chosen: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> str:

@@ -16,6 +16,8 @@ from .model import ModelSpec
 from .reasons import chosen_reason, rejected_reason
 from .rules import legality_faults
 from .strategy import Strategy
+from .teacher_choice import choose_teacher, jobs_by_placement
+from .teacher_placement import TeacherChoice
 from .tensor_terms import ActivationSource
 
 USEFUL_TOKENS = 16_384
@@ -35,6 +37,19 @@ class Evaluated:
     """Its predicted memory."""
     reason: str
     """One sentence with numbers."""
+    teacher: TeacherChoice | None = None
+    """Where the teacher lives under the chosen layout; `None` without one, and for layouts that were not taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Variant:
+    """A layout with its micro-batch, and the job with the placement of its teacher."""
+
+    strategy: Strategy
+    memory: MemoryEstimate
+    job: TrainingJob
+    level: int
+    """Position of the layout in the order of preference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +72,29 @@ def search(
 ) -> Outcome:
     """Return the first layout in the order of preference that fits, and why the others were not taken.
 
+    A teacher is tried whole on every rank, then sharded, then in host memory, each under all layouts without offload
+    before the student's states leave the accelerator.
+
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all faults together.
     """
     validate_job(job)
-    best: list[tuple[Strategy, MemoryEstimate]] = []
+    best: list[_Variant] = []
     faults: list[Fault] = []
-    for level in candidate_levels(model, hardware, job):
-        evaluated = list(_evaluate_level(level, model, hardware, job, activations, calibration, faults))
-        if evaluated:
-            best.append(_best(evaluated, job))
+    levels = candidate_levels(model, hardware, job)
+    tiers = list(dict.fromkeys((level.offload_optimizer, level.offload_param) for level in levels))
+    for tier in tiers:
+        for placed in jobs_by_placement(job, hardware):
+            for index, level in enumerate(levels):
+                if (level.offload_optimizer, level.offload_param) != tier:
+                    continue
+                evaluated = list(_evaluate_level(level, model, hardware, placed, activations, calibration, faults))
+                if evaluated:
+                    strategy, memory = _best(evaluated, job)
+                    best.append(_Variant(strategy=strategy, memory=memory, job=placed, level=index))
     if not best:
         raise UsageError(list(dict.fromkeys(faults)) or [_nothing_allowed(job)])
-    return _outcome(best, model, hardware, job)
+    return _outcome(best, model, hardware, job, activations, calibration)
 
 
 def _nothing_allowed(job: TrainingJob) -> Fault:
@@ -156,21 +181,54 @@ def _host_shortage(memory: MemoryEstimate) -> int:
 
 
 def _outcome(
-    best: list[tuple[Strategy, MemoryEstimate]], model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+    best: list[_Variant],
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    activations: ActivationSource | None,
+    calibration: Calibration | None,
 ) -> Outcome:
-    position = next((index for index, (_, memory) in enumerate(best) if memory.fits), None)
+    taken = next((variant for variant in best if variant.memory.fits), None)
     chosen = None
-    if position is not None:
-        strategy, memory = best[position]
-        reason = chosen_reason(strategy, memory, model, hardware, job, skipped=position)
-        chosen = Evaluated(strategy=strategy, memory=memory, reason=reason)
+    if taken is not None:
+        reason = chosen_reason(taken.strategy, taken.memory, model, hardware, job, skipped=taken.level)
+        teacher = choose_teacher(
+            taken.strategy,
+            taken.memory,
+            model,
+            hardware,
+            taken.job,
+            asked=job.teacher_placement != "auto",
+            activations=activations,
+            calibration=calibration,
+        )
+        chosen = Evaluated(strategy=taken.strategy, memory=taken.memory, reason=reason, teacher=teacher)
+    others = [variant for variant in _one_for_each_layout(best) if taken is None or variant.level != taken.level]
     rejected = tuple(
         Evaluated(
-            strategy=strategy,
-            memory=memory,
-            reason=rejected_reason(strategy, memory, model, hardware, job, chosen=chosen.strategy if chosen else None),
+            strategy=variant.strategy,
+            memory=variant.memory,
+            reason=rejected_reason(
+                variant.strategy,
+                variant.memory,
+                model,
+                hardware,
+                variant.job,
+                chosen=None if taken is None else taken.strategy,
+                chosen_job=None if taken is None else taken.job,
+            ),
         )
-        for index, (strategy, memory) in enumerate(best)
-        if index != position
+        for variant in others
     )
     return Outcome(chosen=chosen, rejected=rejected)
+
+
+def _one_for_each_layout(best: list[_Variant]) -> list[_Variant]:
+    """Return the layouts in the order of preference, each with the first placement that fits, else the smallest."""
+    found: dict[int, _Variant] = {}
+    for variant in best:
+        known = found.setdefault(variant.level, variant)
+        smaller = variant.memory.gpu.high_bytes < known.memory.gpu.high_bytes
+        if not known.memory.fits and (variant.memory.fits or smaller):
+            found[variant.level] = variant
+    return [found[level] for level in sorted(found)]

@@ -80,7 +80,7 @@ Change = tuple[str, HardwareSpec, TrainingJob]
 
 def _kinds(hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterator[tuple[Iterator[Change], int]]:
     """Yield the kinds of changes, cheapest first, with how many of each are wanted."""
-    kinds = [_freed_settings(hardware, job), _chunked_loss(hardware, job)]
+    kinds = [_freed_settings(hardware, job), _chunked_loss(hardware, job), _smaller_teacher(hardware, job)]
     if not traced:
         kinds.append(_shorter_sequences(hardware, job))
     kinds += [
@@ -104,18 +104,34 @@ def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change
         "--micro-batch-size auto": replace(job, micro_batch_size=None),
         "--offload auto": replace(job, offload="auto"),
         "--strategy auto": replace(job, strategy="auto"),
+        "--teacher-placement auto": replace(job, teacher_placement="auto"),
     }
     changed = {flag: changed_job for flag, changed_job in freed.items() if changed_job != job}
     for flag, changed_job in changed.items():
         yield flag, hardware, changed_job
     if len(changed) > 1:
-        everything = replace(job, gradient_checkpointing="auto", micro_batch_size=None, offload="auto", strategy="auto")
+        everything = replace(
+            job,
+            gradient_checkpointing="auto",
+            micro_batch_size=None,
+            offload="auto",
+            strategy="auto",
+            teacher_placement="auto",
+        )
         yield " ".join(changed), hardware, everything
 
 
 def _chunked_loss(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
-    if job.loss != "chunked":
+    if job.loss != "chunked" and job.teacher is None:
         yield "--loss chunked", hardware, replace(job, loss="chunked")
+
+
+def _smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    if job.teacher is None:
+        return
+    for placement in ("cached", "quantized"):
+        if job.teacher_placement != placement:
+            yield f"--teacher-placement {placement}", hardware, replace(job, teacher_placement=placement)
 
 
 def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 TeacherPlacement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
 """`replica`: whole on every rank; `sharded`: over all ranks, gathered layer by layer; `offloaded`: in host memory,
-gathered layer by layer; `quantized`: 4-bit weights on every rank; `cached`: not there, its answers were stored before."""
+copied module by module; `quantized`: 4-bit weights on every rank; `cached`: not there, its answers were stored."""
 
 TeacherPlacementChoice = Literal["auto", "replica", "sharded", "offloaded", "quantized", "cached"]
 """What a user may ask for; `auto` leaves it to the planner."""

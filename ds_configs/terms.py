@@ -60,7 +60,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "offloaded_optimizer_states": "optimizer states in host memory",
     "offloaded_gradients": "gradients on their way to and in the CPU optimizer",
     "offloaded_parameters": "parameter shards in host memory",
-    "offloaded_teacher": "the frozen teacher in host memory, once for each rank of a node",
+    "offloaded_teacher": "the frozen teacher in host memory, divided by the ranks, in pinned blocks",
     "teacher_cache_reads": "what a cache of teacher answers is read to for one micro-batch",
     "pinned_rounding": "torch rounds each pinned block up to a power of two",
     "nvme_optimizer_buffers": "pinned buffers: buffer_count * 4 B * the largest sub-group shard",

@@ -64,3 +64,12 @@ def human_count(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
     return str(count)
+
+
+def pinned_block_bytes(count: int) -> int:
+    """Return what torch reserves for one pinned block: the next power of two (CachingHostAllocator).
+
+    >>> pinned_block_bytes(3 * 2**30) == 4 * 2**30
+    True
+    """
+    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -94,9 +94,7 @@ def _repeated_layers(model: ModelSpec, zero: ZeroOptions, layer_kinds: list[_Uni
     """Return as many layers as the queue can hold at once and some more, each with tensors of its own."""
     window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
     count = min(model.dimensions.num_layers, ceil(window / max(1, model.layer_parameter_count)) + 4)
-    return [
-        [tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))
-    ]
+    return [[tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))]
 
 
 def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:

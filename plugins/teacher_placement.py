@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,8 +80,12 @@ def _on_execution_device(head: Any, hook: Any) -> Iterator[None]:
 
 
 def _whole(parameter: Any, model: Any) -> torch.Tensor:
-    full: torch.Tensor = parameter.detach().full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
-    return full.to(model.dtype)
+    found: Any = parameter.detach()
+    if hasattr(found, "full_tensor"):
+        # Offloaded shards lie on the host, which the accelerator's process group does not gather from.
+        found = found.to(found.device_mesh.device_type).full_tensor()
+    whole: torch.Tensor = found.to(model.dtype)
+    return whole
 
 
 def load_teacher(
@@ -95,8 +100,9 @@ def load_teacher(
 ) -> Any:
     """Load a causal language model as a teacher.
 
-    A sharded teacher under DeepSpeed or DDP is partitioned while it loads, by a configuration of its own, so that no
-    rank ever holds it whole; the student's configuration, which Transformers keeps for the process, is put back.
+    A sharded or offloaded teacher of several ranks under DeepSpeed or DDP is partitioned while it loads, by a
+    configuration of its own, so that no rank ever holds it whole; the student's configuration, which Transformers keeps
+    for the process, is put back.
 
     Raises:
         UsageError: the placement has no weights to load.
@@ -107,19 +113,32 @@ def load_teacher(
         raise UsageError(
             Fault(where="teacher_placement", value="cached", rule="reads a cache, there is nothing to load")
         )
-    with _partitioning(sharded=placement == "sharded" and engine != "fsdp2", dtype=dtype):
+    partitioned = placement in ("sharded", "offloaded") and engine != "fsdp2" and _launched_ranks() > 1
+    with _partitioning(sharded=partitioned, offloaded=placement == "offloaded", dtype=dtype):
         teacher = AutoModelForCausalLM.from_pretrained(
             name,
             revision=revision,
             config=config,
             dtype=dtype,
             quantization_config=_four_bit(dtype) if placement == "quantized" else None,
+            device_map={"": _own_device()} if placement == "quantized" else None,
             attn_implementation=attn_implementation,
             use_safetensors=True,
             trust_remote_code=False,
         )
     teacher.requires_grad_(False)
     return teacher.eval()
+
+
+def _launched_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _own_device() -> str:
+    """Return this rank's device; bitsandbytes would take the current one, which is the first before ranks choose."""
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def _four_bit(dtype: Any) -> Any:
@@ -129,7 +148,7 @@ def _four_bit(dtype: Any) -> Any:
 
 
 @contextmanager
-def _partitioning(*, sharded: bool, dtype: Any) -> Iterator[None]:
+def _partitioning(*, sharded: bool, offloaded: bool, dtype: Any) -> Iterator[None]:
     """Let Transformers partition what it loads by the teacher's configuration, or not at all."""
     from transformers.integrations import deepspeed as integration
 
@@ -138,14 +157,14 @@ def _partitioning(*, sharded: bool, dtype: Any) -> Iterator[None]:
     kept = None
     try:
         if sharded:
-            kept = integration.HfDeepSpeedConfig(_zero3_configuration(dtype, micro_batch_size=1))
+            kept = integration.HfDeepSpeedConfig(_zero3_configuration(dtype, micro_batch_size=1, offloaded=offloaded))
         yield
     finally:
         del kept
         integration._hf_deepspeed_config_weak_ref = student
 
 
-def _zero3_configuration(dtype: Any, *, micro_batch_size: int) -> dict[str, Any]:
+def _zero3_configuration(dtype: Any, *, micro_batch_size: int, offloaded: bool) -> dict[str, Any]:
     """Return a ZeRO-3 configuration without an optimizer.
 
     `memory_efficient_linear` would replace ``torch.nn.functional.linear`` for the student too (deepspeed 0.19.8).
@@ -161,6 +180,9 @@ def _zero3_configuration(dtype: Any, *, micro_batch_size: int) -> dict[str, Any]
             "memory_efficient_linear": False,
         },
     }
+    if offloaded:
+        pinned = torch.accelerator.is_available()
+        configuration["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     section = {"bfloat16": "bf16", "float16": "fp16"}.get(name)
     if section:
         configuration[section] = {"enabled": True}
@@ -173,7 +195,9 @@ def place_teacher(
     """Put a loaded teacher in its place beside the student that the accelerator prepares.
 
     Sharded teachers get a DeepSpeed engine of their own, or per-layer FSDP2 units where the student has these; they
-    never pass through ``accelerator.prepare``, which knows one model.
+    never pass through ``accelerator.prepare``, which knows one model. Offloaded teachers are sharded in the same way,
+    with their shards in host memory: the ranks of a node then hold one copy together instead of one each, and each
+    copies its share over PCIe before the ranks gather it. One process alone streams from its own copy.
 
     Raises:
         UsageError: nothing can be placed that way here.
@@ -186,15 +210,16 @@ def place_teacher(
         return PlacedTeacher(teacher, teacher, placement)
     if placement == "replica":
         return PlacedTeacher(teacher, teacher.to(accelerator.device), placement)
-    if placement == "offloaded":
+    offloaded = placement == "offloaded"
+    if offloaded and accelerator.num_processes == 1:
         from accelerate import cpu_offload
 
         return PlacedTeacher(teacher, cpu_offload(teacher, execution_device=accelerator.device), placement)
     if accelerator.num_processes == 1:
         return PlacedTeacher(teacher, teacher.to(accelerator.device), "replica")
     if _is_fsdp2(accelerator):
-        return PlacedTeacher(teacher, _fully_sharded(teacher, accelerator), placement)
-    return PlacedTeacher(teacher, _zero3_engine(teacher, micro_batch_size), placement)
+        return PlacedTeacher(teacher, _fully_sharded(teacher, accelerator, offloaded=offloaded), placement)
+    return PlacedTeacher(teacher, _zero3_engine(teacher, micro_batch_size, offloaded=offloaded), placement)
 
 
 def _is_fsdp2(accelerator: Any) -> bool:
@@ -202,24 +227,26 @@ def _is_fsdp2(accelerator: Any) -> bool:
     return plugin is not None and plugin.fsdp_version == 2
 
 
-def _zero3_engine(teacher: Any, micro_batch_size: int) -> Any:
+def _zero3_engine(teacher: Any, micro_batch_size: int, *, offloaded: bool) -> Any:
     import deepspeed
 
-    configuration = _zero3_configuration(teacher.dtype, micro_batch_size=micro_batch_size)
+    configuration = _zero3_configuration(teacher.dtype, micro_batch_size=micro_batch_size, offloaded=offloaded)
     engine, *_ = deepspeed.initialize(model=teacher, config=configuration)
     engine.eval()
     return engine
 
 
-def _fully_sharded(teacher: Any, accelerator: Any) -> Any:
+def _fully_sharded(teacher: Any, accelerator: Any, *, offloaded: bool) -> Any:
     """Shard each layer as a unit of its own, and embeddings, norm and head as the last one."""
+    import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offloaded else OffloadPolicy()
     names = set(getattr(teacher, "_no_split_modules", None) or ())
     for module in list(teacher.modules()):
         if type(module).__name__ in names:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    fully_shard(teacher, mesh=mesh, reshard_after_forward=True)
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+    fully_shard(teacher, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     return teacher

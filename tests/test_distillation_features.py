@@ -19,6 +19,7 @@ from shardwright.trainers.distillation.attention_scores import head_mixtures, sc
 from shardwright.trainers.distillation.feature_matching import AttentionTerm, FeatureMatching, HiddenStateTerm
 from shardwright.trainers.distillation.hidden_states import hidden_state_sum, projectors, without_projectors
 from shardwright.trainers.distillation.layer_map import layer_map, paired_layers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEPTHS = st.integers(1, 40)
 SAMPLES, POSITIONS = 2, 7
@@ -308,6 +309,38 @@ def test_head_mixtures_are_means(student: int, teacher: int) -> None:
             assert bool((mixture >= 0).all())
 
 
+class LargestTensor(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that any operator made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        made = function(*arguments, **(keywords or {}))
+        sizes = [tensor.numel() for tensor in torch.utils._pytree.tree_leaves(made) if torch.is_tensor(tensor)]
+        self.elements = max([self.elements, *sizes])
+        return made
+
+
+@pytest.mark.parametrize("kind", ["relations", "scores"])
+def test_the_square_of_all_positions_never_exists(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, size, rows_of_a_block = 2, 96, 8
+    monkeypatch.setattr(attention_relations, "BLOCK_ELEMENTS", heads * size * rows_of_a_block)
+    own, taught = (
+        LayerAttention(**{f"{name}_BHSD": drawn(1, heads, size, 8, seed=seed) for name in ("query", "key", "value")})
+        for seed in (1, 2)
+    )
+    learned = own.tensor("query").requires_grad_()
+    visible = visibility({}, size, causal=True)
+    with LargestTensor() as largest:
+        if kind == "relations":
+            loss = relation_sum(learned, taught.tensor("query"), torch.ones(1, size), visible)
+        else:
+            loss = score_sum(own, taught, torch.ones(1, size), visible)
+        loss.backward()
+    assert learned.grad is not None
+    assert largest.elements == heads * size * rows_of_a_block
+
+
 def test_kernels_see_bfloat16_and_distances_are_fp32() -> None:
     own, taught = drawn(SAMPLES, 2, POSITIONS, 6, seed=1), drawn(SAMPLES, 4, POSITIONS, 9, seed=2)
     visible = visibility({}, POSITIONS, causal=True)
@@ -334,7 +367,8 @@ def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
     """The captured tensors are those that the kernel got: attention worked out from them is what eager returns."""
     from transformers.modeling_utils import AttentionInterface
 
-    captured_model, original = model(kind), AttentionInterface.get_interface
+    changes = {"sliding_window": 4} if kind == "gemma2" else {}
+    captured_model, original = model(kind, **changes), AttentionInterface.get_interface
     ids = collate(rows("llama", 3))
     inputs = {"input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"]}
     plain = captured_model(**inputs).logits
@@ -466,6 +500,32 @@ def test_terms_add_up_over_batches_and_vanish_at_the_teacher(name: str) -> None:
     assert float(nothing.detach()) == 0.0
 
 
+def test_matched_layers_and_relations_are_averaged_over_what_both_models_see() -> None:
+    student, teacher = tiny("gemma2", sliding_window=4), pair()[1]
+    hidden, attention = HiddenStateTerm(layers=((1, 1), (2, 3))), AttentionTerm(layers="uniform")
+    matching = FeatureMatching(student.config, teacher.config, hidden, attention)
+    batch = collate(rows("llama", 4))
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    w = batch["attention_mask"].float()
+    with torch.no_grad(), matching.capture_teacher(teacher) as taught, matching.capture_student(student) as own:
+        known, learned = (model(**inputs, output_hidden_states=True).hidden_states for model in (teacher, student))
+        assert own is not None
+        assert taught is not None
+        size = w.shape[1]
+        views = {number: visibility(inputs, size, causal=True, window=window) for number, window in ((1, 4), (2, None))}
+        distances = [
+            relation_sum(own[a].tensor(name), taught[b].tensor(name), w, views[a])
+            for a, b in ((1, 2), (2, 3))
+            for name in ("query", "key", "value")
+        ]
+        found = matching.attention_sum(own, taught, w, inputs)
+        assert float(found) == pytest.approx(float(sum(distances)) / 6, rel=1e-6)
+        projected = [matching.projectors[index](learned[layer]) for index, layer in enumerate((1, 2))]
+        compared = zip(projected, (known[1], known[3]), strict=True)
+        sums = [hidden_state_sum(a.flatten(0, 1), b.flatten(0, 1), w.flatten()) for a, b in compared]
+        assert float(matching.hidden_sum(learned, known, w)) == pytest.approx(float(sum(sums)) / 2, rel=1e-6)
+
+
 def test_packed_documents_are_matched_as_if_each_stood_alone() -> None:
     student, teacher = pair()
     matching = FeatureMatching(student.config, teacher.config, None, AttentionTerm())
@@ -516,28 +576,33 @@ def test_what_cannot_be_matched_is_named() -> None:
         matching.hidden_sum(states, [torch.zeros(1, 8, 8)] * 3, torch.ones(1, 4))
 
 
-def test_the_trainer_adds_the_terms_and_saves_the_student_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_trainer_adds_the_terms_and_saves_the_student_alone(accumulation: int, tmp_path: Path) -> None:
+    """One step of SGD with rate 1 leaves the gradient of the sums over all samples, however they are accumulated."""
     from safetensors.torch import load_file
     from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 
     student, teacher = pair()
-    names = set(student.state_dict())
+    before = {name: value.detach().clone() for name, value in student.named_parameters()}
     config = DistillationConfig(
-        alpha=1.0, hidden_states=HiddenStateTerm(weight=0.5), attention=AttentionTerm(weight=2.0)
+        alpha=0.0, hidden_states=HiddenStateTerm(weight=0.5), attention=AttentionTerm(weight=2.0)
     )
     batch = collate(rows("llama", 4))
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     w = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1)).float()
-    expected = {
-        name: float(terms(student, teacher, FeatureMatching(student.config, teacher.config, *own), inputs, w).detach())
-        for name, own in (
-            ("hidden_state_distance", (config.hidden_states, None)),
-            ("attention_distance", (None, config.attention)),
-        )
-    }
+    count, reference = float(w.sum()), copy.deepcopy(student)
+    hidden, attention = (
+        terms(reference, teacher, FeatureMatching(student.config, teacher.config, *own), inputs, w) / count
+        for own in ((config.hidden_states, None), (None, config.attention))
+    )
+    logits = reference(**inputs).logits[:, :-1].flatten(0, 1)
+    task = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+    (task + 0.5 * hidden + 2.0 * attention).backward()
     trainer = DistillationTrainer(
         model=student,
-        args=training_arguments(tmp_path, save_strategy="no", learning_rate=1e-3),
+        args=training_arguments(
+            tmp_path, per_device_train_batch_size=4 // accumulation, gradient_accumulation_steps=accumulation
+        ),
         teacher=teacher,
         distillation=config,
         train_dataset=rows("llama", 4),
@@ -545,10 +610,10 @@ def test_the_trainer_adds_the_terms_and_saves_the_student_alone(tmp_path: Path) 
     )
     trainer.train()
     log = trainer.state.log_history[0]
-    for name, total in expected.items():
-        assert log[name] == pytest.approx(total / float(w.sum()), rel=1e-4)
-    parts = log["kl_per_token"] + 0.5 * log["hidden_state_distance"] + 2.0 * log["attention_distance"]
-    assert log["loss"] == pytest.approx(parts, rel=1e-4)
+    assert log["hidden_state_distance"] == pytest.approx(float(hidden.detach()), rel=1e-5)
+    assert log["attention_distance"] == pytest.approx(float(attention.detach()), rel=1e-5)
+    for name, value in reference.named_parameters():
+        moved = before[name] - student.get_parameter(name).detach()
+        assert torch.allclose(moved, value.grad, rtol=1e-4, atol=2e-7), name
     trainer.save_model(str(tmp_path / "saved"))
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert set(saved) <= names
+    assert set(load_file(tmp_path / "saved" / "model.safetensors")) <= set(before)

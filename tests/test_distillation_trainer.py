@@ -18,7 +18,7 @@ from shardwright.trainers.distillation import (
     Schedule,
     SelfTeacher,
 )
-from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, prompts_of
+from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, own_randomness, prompts_of
 
 ALPHA, TEMPERATURE = 0.6, 2.0
 
@@ -291,6 +291,14 @@ class TestOnPolicy:
         assert 0.45 < share < 0.55
         assert is_generated(OnPolicy(fraction=1.0), 1, 2, 3)
         assert not is_generated(OnPolicy(fraction=0.0), 1, 2, 3)
+
+    def test_every_rank_draws_its_own_numbers_again_after_resuming(self) -> None:
+        drawn = []
+        for numbers in ((7, 3, 0, 0), (7, 3, 0, 1), (7, 3, 0, 0)):
+            with own_randomness(*numbers):
+                drawn.append(torch.rand(4))
+        assert torch.equal(drawn[0], drawn[2])
+        assert not torch.equal(drawn[0], drawn[1])
 
     def test_the_student_writes_and_the_tokens_are_counted_afterwards(self, tmp_path: Path) -> None:
         from shardwright.plugins.transformers import byte_tokenizer

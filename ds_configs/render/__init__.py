@@ -54,10 +54,21 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
     if plan.job.loss == "chunked":
         lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
     if plan.job.teacher is not None:
-        lines.append(f"Memory holds the teacher {plan.job.teacher.name}; the launch line trains the student alone.")
+        lines += _teacher_lines(plan)
     if hardware.assumed:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes a common server where you stated nothing: {values}.")
+    return lines
+
+
+def _teacher_lines(plan: PlanData) -> list[str]:
+    assert plan.job.teacher is not None, "a plan without a teacher says nothing of one"
+    lines = [
+        f"Memory holds the teacher {plan.job.teacher.name}; the launch line trains the student alone, "
+        "`shardwright distill` trains it with its teacher."
+    ]
+    if plan.chosen.teacher is not None:
+        lines.append(f"Teacher: {plan.chosen.teacher.reason}")
     return lines
 
 

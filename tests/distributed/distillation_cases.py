@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import deepspeed_configuration
-from shardwright.trainers.distillation.config import DistillationConfig
+from shardwright.trainers.distillation.config import DistillationConfig, OnPolicy
+from shardwright.trainers.distillation.feature_matching import AttentionTerm, HiddenStateTerm
 
 SAMPLES = 12
 VOCAB = 512
@@ -29,12 +30,15 @@ class Layout:
     packed: bool = False
     checkpointing: bool = False
     sequence_parallel: int = 1
+    on_policy: bool = False
+    features: bool = False
 
     @property
     def name(self) -> str:
         engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
         extra = "-packed" * self.packed + "-checkpointed" * self.checkpointing
-        extra += f"-sp{self.sequence_parallel}" * (self.sequence_parallel > 1)
+        extra += f"-sp{self.sequence_parallel}" * (self.sequence_parallel > 1) + "-on-policy" * self.on_policy
+        extra += "-features" * self.features
         return f"{engine}-x{self.accumulation}-{self.implementation}-{self.teacher}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
@@ -95,6 +99,19 @@ LAYOUTS = [
     Layout(engine="deepspeed", zero_stage=3, accumulation=12, sequence_parallel=2),
 ]
 
+ON_POLICY = [
+    Layout(on_policy=True),
+    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", on_policy=True),
+    Layout(engine="fsdp2", teacher="sharded", on_policy=True),
+]
+
+FEATURES = [
+    Layout(features=True, accumulation=3),
+    Layout(engine="deepspeed", zero_stage=2, features=True),
+    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", features=True, checkpointing=True),
+    Layout(engine="fsdp2", teacher="sharded", features=True, accumulation=3),
+]
+
 
 def models(directory: Path) -> tuple[Path, Path]:
     """Return the directories of the student and of the teacher, made by `save_models`."""
@@ -124,7 +141,13 @@ def save_models(directory: Path) -> None:
 def distillation(layout: Layout) -> DistillationConfig:
     """Return the terms of the step."""
     return DistillationConfig(
-        alpha=ALPHA, temperature=TEMPERATURE, divergence="reverse_kl", implementation=layout.implementation
+        alpha=ALPHA,
+        temperature=TEMPERATURE,
+        divergence="reverse_kl",
+        implementation=layout.implementation,  # type: ignore[arg-type]
+        hidden_states=HiddenStateTerm(weight=0.5) if layout.features else None,
+        attention=AttentionTerm(weight=0.5) if layout.features else None,
+        on_policy=OnPolicy(max_new_tokens=6) if layout.on_policy else None,
     )
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from distillation_cases import (
+    FEATURES,
     LAYOUTS,
+    ON_POLICY,
+    VOCAB,
     Layout,
     collate,
     collate_packed,
@@ -28,6 +31,7 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
     import torch
     from safetensors.torch import save_file
     from shardwright.plugins.teacher_placement import load_teacher
+    from shardwright.plugins.transformers import byte_tokenizer
     from shardwright.trainers.distillation.trainer import DistillationTrainer
     from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -47,6 +51,7 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
         distillation=distillation(layout),
         train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(),
         data_collator=collator(layout),
+        processing_class=byte_tokenizer(VOCAB) if layout.on_policy else None,
     )
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -75,7 +80,8 @@ def forget_sequence_parallelism() -> None:
 
 def main(directory: Path, output: Path, names: list[str]) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    for layout in LAYOUTS:
+    # DeepSpeed keeps the groups of a sequence for the life of a process.
+    for layout in sorted((*LAYOUTS, *ON_POLICY, *FEATURES), key=lambda layout: layout.sequence_parallel):
         if not names or layout.name in names:
             step(layout, directory, output, world_size)
             forget_last_run()

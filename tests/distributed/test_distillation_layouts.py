@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from cases import RANKS, WORKER_ENVIRONMENT
-from distillation_cases import ALPHA, LAYOUTS, LEARNING_RATE, TEMPERATURE, VOCAB, Layout, models, samples, save_models
+from distillation_cases import (
+    ALPHA,
+    FEATURES,
+    LAYOUTS,
+    LEARNING_RATE,
+    ON_POLICY,
+    TEMPERATURE,
+    VOCAB,
+    Layout,
+    models,
+    samples,
+    save_models,
+)
 from shardwright.plugins.launching import torchrun
 
 pytestmark = pytest.mark.distributed
@@ -70,7 +82,7 @@ def on_two_ranks(
     worker = str(Path(__file__).with_name("distillation_worker.py"))
     arguments = [worker, str(model_directory), str(output)]
     torchrun(arguments, ranks=RANKS, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
-    return {layout: outcome(output, start, layout) for layout in LAYOUTS}
+    return {layout: outcome(output, start, layout) for layout in (*LAYOUTS, *ON_POLICY, *FEATURES)}
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +146,22 @@ def test_one_rank_gives_the_gradient_of_the_formulas(
     assert difference(found, on_one_rank[Layout()]) < BETWEEN_LAYOUTS
     assert difference(found, reference) < FROM_FP64
     assert found.loss == pytest.approx(reference.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ON_POLICY, ids=lambda layout: layout.name)
+def test_students_complete_prompts_alike_under_every_engine(
+    layout: Layout, on_two_ranks: dict[Layout, Outcome]
+) -> None:
+    """Ranks draw different numbers, engines the same: DeepSpeed's rollout and `generate` then write the same text."""
+    found = on_two_ranks[layout]
+    assert difference(found, on_two_ranks[ON_POLICY[0]]) < BETWEEN_LAYOUTS
+    assert found.loss == pytest.approx(on_two_ranks[ON_POLICY[0]].loss, rel=1e-6)
+    assert found.kl_per_token != pytest.approx(on_two_ranks[Layout()].kl_per_token, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", FEATURES[1:], ids=lambda layout: layout.name)
+def test_feature_terms_give_one_gradient_too(layout: Layout, on_two_ranks: dict[Layout, Outcome]) -> None:
+    found = on_two_ranks[layout]
+    assert difference(found, on_two_ranks[FEATURES[0]]) < BETWEEN_LAYOUTS
+    assert found.loss == pytest.approx(on_two_ranks[FEATURES[0]].loss, rel=1e-6)
+    assert found.loss > on_two_ranks[Layout()].loss + 0.1

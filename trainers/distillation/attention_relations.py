@@ -6,12 +6,12 @@ Shapes: B samples, S positions, A relation heads, R rows of one block; W width o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
-from .divergences import divergence_rows
+from .divergences import divergence_and_gradient, divergence_rows
 
 if TYPE_CHECKING:
     import torch
@@ -111,13 +111,41 @@ def relation_sum(
         raise UsageError(Fault(where="relation_heads", value=heads, rule=rule, fix=fix))
     with torch.autocast(student_BHSD.device.type, enabled=False):
         student, teacher = (_relation_vectors(tensor, heads) for tensor in (student_BHSD, teacher_BHSD.detach()))
+        differentiates = torch.is_grad_enabled() and student.requires_grad
+        with torch.no_grad():
+            total, gradient = _sum_and_gradient(student, teacher, weights_BS.float(), visible, differentiates)
+        if gradient is not None:
+            product = (student * gradient).sum()
+            total = total + (product - product.detach())
+        return total
 
-        def block(student: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-            seen = visible.rows(rows_R)[:, None]
-            taught, learned = (_log_relations(vectors, rows_R, seen) for vectors in (teacher, student))
-            return divergence_rows("forward_kl", learned, taught, 0.0).mean(dim=1)
 
-        return sum_over_rows(block, (student,), weights_BS, elements=student.shape[0] * heads * visible.size)
+def _sum_and_gradient(
+    student_BASd: torch.Tensor,
+    teacher_BASd: torch.Tensor,
+    weights_BS: torch.Tensor,
+    visible: Visibility,
+    differentiates: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the sum and its gradient ``∂/∂m_i = Σ_j (g_ij + g_ji) m_j``, g that for the products ``m_i · m_j``."""
+    import torch
+
+    batch, heads, size, _ = student_BASd.shape
+    total = weights_BS.new_zeros(())
+    gradient = torch.zeros_like(student_BASd) if differentiates else None
+    for rows_R in row_blocks(weights_BS, batch * heads * size):
+        seen = visible.rows(rows_R)[:, None]
+        taught, learned = (_log_relations(vectors, rows_R, seen) for vectors in (teacher_BASd, student_BASd))
+        weights_BAR = (weights_BS[:, None, rows_R] / heads).expand(batch, heads, -1)
+        if gradient is None:
+            total += (weights_BAR * divergence_rows("forward_kl", learned, taught, 0.0)).sum()
+            continue
+        distance_BAR, slope_BARS = divergence_and_gradient("forward_kl", learned, taught, 0.0)
+        total += (weights_BAR * distance_BAR).sum()
+        slope_BARS.mul_(weights_BAR[..., None])
+        gradient.index_add_(2, rows_R, slope_BARS @ student_BASd)
+        gradient += slope_BARS.transpose(2, 3) @ student_BASd.index_select(2, rows_R)
+    return total, gradient
 
 
 def _relation_vectors(tensor_BHSD: torch.Tensor, heads: int) -> torch.Tensor:
@@ -134,21 +162,7 @@ def _log_relations(vectors_BASd: torch.Tensor, rows_R: torch.Tensor, seen_BARS: 
     return torch.log_softmax(products.masked_fill(~seen_BARS, _INVISIBLE), dim=-1)
 
 
-def sum_over_rows(
-    block: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], weights_BS: torch.Tensor, *, elements: int
-) -> torch.Tensor:
-    """Return ``Σ w_bt · block(*tensors, rows)_bt`` block by block; rows without any weight are left out.
-
-    ``elements`` is the size of a block's largest tensor for one row. A block is computed again in the backward pass,
-    so that only one exists at a time.
-    """
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
+def row_blocks(weights_BS: torch.Tensor, elements: int) -> tuple[torch.Tensor, ...]:
+    """Split the rows that any sample gives a weight; ``elements`` is the largest tensor's size for one row."""
     rows = weights_BS.ne(0).any(dim=0).nonzero().squeeze(1)
-    total = torch.zeros((), dtype=torch.float32, device=weights_BS.device)
-    for rows_R in rows.split(max(1, BLOCK_ELEMENTS // elements)):
-        distance_BR = checkpoint(block, *tensors, rows_R, use_reentrant=False, preserve_rng_state=False)
-        weights_BR = weights_BS[:, rows_R].float()
-        total = total + torch.where(weights_BR != 0, weights_BR * distance_BR, 0.0).sum()
-    return total
+    return tuple(rows.split(max(1, BLOCK_ELEMENTS // elements))) if len(rows) else ()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ...plugins.attention_capture import LayerAttention
-from .attention_relations import Visibility, sum_over_rows
+from ...plugins.attention_capture import AttentionTensor, LayerAttention
+from .attention_relations import Visibility, row_blocks
 
 if TYPE_CHECKING:
     import torch
 
 HeadMatching = Literal["interpolate", "average"]
+_READ: tuple[AttentionTensor, ...] = ("query", "key")
 
 
 def score_sum(
@@ -27,29 +28,33 @@ def score_sum(
     """Return ``Σ_t w_t · 1/M · Σ_m 1/n_t · Σ_j (s^S_mtj - s^T_mtj)²``, an fp32 scalar, over the n_t positions seen.
 
     s = q kᵀ · scaling, before masks, soft-caps and the softmax (TinyBERT, arXiv 1909.10351, equation 7, which takes
-    the mean over all positions). Where the numbers of heads differ, `heads` tells how they are matched.
+    the mean over all positions). Where the numbers of heads differ, `heads` tells how they are matched. Scores are
+    computed again in the backward pass, block by block.
     """
     import torch
+    from torch.utils.checkpoint import checkpoint
 
-    queries = student.tensor("query"), teacher.tensor("query").detach()
-    keys = student.tensor("key"), teacher.tensor("key").detach()
     with torch.autocast(weights_BS.device.type, enabled=False):
-        mixtures = [
-            mixture.to(weights_BS.device) for mixture in head_mixtures(queries[0].shape[1], queries[1].shape[1], heads)
-        ]
-        taught_query, taught_key = queries[1].float(), keys[1].float()
+        query, key = (student.tensor(name).float() for name in _READ)
+        taught_query, taught_key = (teacher.tensor(name).detach().float() for name in _READ)
+        own_mixture, taught_mixture = (
+            mixture.to(weights_BS.device) for mixture in head_mixtures(query.shape[1], taught_query.shape[1], heads)
+        )
 
         def block(query: torch.Tensor, key: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
             seen_BRS = visible.rows(rows_R)
             learned = _scores(query, key, rows_R, student.scaling)
             taught = _scores(taught_query, taught_key, rows_R, teacher.scaling)
-            difference = _mixed(mixtures[0], learned) - _mixed(mixtures[1], taught)
+            difference = _mixed(own_mixture, learned) - _mixed(taught_mixture, taught)
             squares = difference.masked_fill(~seen_BRS[:, None], 0.0).square().sum(dim=-1).mean(dim=1)
             return squares / seen_BRS.sum(dim=-1).clamp(min=1)
 
-        widest = max(query.shape[1] for query in queries)
-        elements = weights_BS.shape[0] * widest * visible.size
-        return sum_over_rows(block, (queries[0].float(), keys[0].float()), weights_BS, elements=elements)
+        elements = weights_BS.shape[0] * max(query.shape[1], taught_query.shape[1]) * visible.size
+        total = torch.zeros((), dtype=torch.float32, device=weights_BS.device)
+        for rows_R in row_blocks(weights_BS, elements):
+            distance_BR = checkpoint(block, query, key, rows_R, use_reentrant=False, preserve_rng_state=False)
+            total = total + (weights_BS[:, rows_R].float() * distance_BR).sum()
+        return total
 
 
 def head_mixtures(student_heads: int, teacher_heads: int, kind: HeadMatching) -> tuple[torch.Tensor, torch.Tensor]:

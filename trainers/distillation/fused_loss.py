@@ -6,27 +6,24 @@ pass. It equals what autograd makes of the whole logits: the products run in the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...plugins.output_heads import OutputHead
-from .divergences import divergence_and_gradient
+from .fused_memory import HEAD_ROWS, SCALED_ROWS, default_block_rows, default_chunk_rows, even_chunk_rows
+from .fused_rows import RowWork, chunk_rows_and_gradient
 from .objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, TopKTargets
-from .plain_loss import count_nonfinite, row_weights, shared_columns, valid_rows
-from .row_telemetry import add_dense, add_to, add_top_k
-from .top_k import check_temperature, rows_of, top_k_divergence_and_gradient
+from .plain_loss import row_losses, row_weights, shared_columns, valid_rows
+from .row_telemetry import weighted_sums
+from .top_k import check_targets, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import torch
 
-CHUNK_BYTES = 512 * 2**20
-"""fp32 temporaries of one chunk stay near this."""
-_TEMPORARIES = 4
-"""fp32 tensors of [rows, V] that a chunk counts on."""
-_HEAD_ROWS = 8192
-"""Rows of the head whose gradient is added at once."""
+_FP16_GRADIENT_SCALE = 256.0
+"""A gradient of 1e-6, which fp16 keeps two digits of, has a full significand at this scale."""
 
 
 def fused_token_loss(
@@ -42,38 +39,36 @@ def fused_token_loss(
 ) -> TokenSums:
     """Return what `plain_token_loss` returns of the heads' logits, without ever holding the logits of all rows.
 
-    `chunk_rows` rows are worked on at a time; `None` keeps a chunk's fp32 temporaries near half a gigabyte. The
-    gradient of a head whose weight needs none is not computed.
+    `chunk_rows` rows are worked on at a time; `None` keeps their logits below half a gigabyte. The gradient of a head
+    whose weight needs none is not computed, and no gradient at all where autograd is off.
 
     Raises:
         UsageError: a label is beyond the student's vocabulary, or top-k targets are for another temperature.
     """
+    import torch
+
     rows = valid_rows(labels_N, student_head.vocab_size)
     weights_N = row_weights(labels_N, weights_N)
     if rows is not None:
         student_hidden_NH, labels_N, weights_N = student_hidden_NH[rows], labels_N[rows], weights_N[rows]
-        teacher = None if teacher is None else _chunk_of(teacher, rows)
+        teacher = None if teacher is None else _rows_of(teacher, rows)
     if isinstance(teacher, TopKTargets):
-        check_temperature(teacher, objective)
+        columns = shared_columns(student_head.vocab_size, student_head.vocab_size, objective)
+        check_targets(teacher, objective, columns)
+    dtype = _compute_dtype(student_hidden_NH)
     work = _Work(
         head=student_head,
         labels_N=labels_N,
         weights_N=weights_N,
         teacher=teacher,
         objective=objective,
-        chunk_rows=chunk_rows or max(1, CHUNK_BYTES // (4 * _TEMPORARIES * student_head.vocab_size)),
+        chunk_rows=chunk_rows or default_chunk_rows(student_head.vocab_size * dtype.itemsize + _taught_bytes(teacher)),
         telemetry=telemetry,
-        dtype=_compute_dtype(student_hidden_NH),
+        dtype=dtype,
         differentiates=torch.is_grad_enabled(),
     )
-    loss = _FusedTokenLoss.apply(student_hidden_NH, student_head.weight_VH, student_head.bias_V, work)
+    loss = _autograd_function().apply(student_hidden_NH, student_head.weight_VH, student_head.bias_V, work)
     return TokenSums(loss=loss, weight=weights_N.sum(), **work.sums)
-
-
-def _compute_dtype(hidden_NH: torch.Tensor) -> torch.dtype:
-    """The dtype of the head's product: that of the hidden states, or autocast's."""
-    kind = hidden_NH.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NH.dtype
 
 
 @dataclass(kw_only=True)
@@ -92,144 +87,146 @@ class _Work:
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[slice]:
-        for first in range(0, len(self.labels_N), self.chunk_rows):
-            yield slice(first, first + self.chunk_rows)
+        count = len(self.labels_N)
+        size = even_chunk_rows(count, self.chunk_rows)
+        for first in range(0, count, size):
+            yield slice(first, first + size)
+
+    def row_work(self, *, gradient: bool) -> RowWork:
+        import torch
+
+        return RowWork(
+            head=self.head,
+            objective=self.objective,
+            telemetry=self.telemetry,
+            gradient=gradient,
+            gradient_scale=_FP16_GRADIENT_SCALE if self.dtype == torch.float16 else 1.0,
+            block_rows=default_block_rows(self.head.vocab_size, self.labels_N.device.type),
+        )
 
 
-class _FusedTokenLoss(torch.autograd.Function):
-    """Loops over chunks; the gradients wait, unscaled, for the backward pass."""
+@cache
+def _autograd_function() -> Any:
+    """The class exists once torch is loaded, which importing this module does not do."""
+    import torch
+    from torch.autograd.function import once_differentiable
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
-    ) -> torch.Tensor:
-        needs = ctx.needs_input_grad
-        any_gradient = work.differentiates and any(needs)
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            cast_VH = weight_VH.to(work.dtype)
-            cast_V = None if bias_V is None else bias_V.to(work.dtype)
-            hidden_gradient = torch.empty_like(hidden_NH) if any_gradient and needs[0] else None
-            weight_gradient = torch.zeros_like(weight_VH, dtype=torch.float32) if any_gradient and needs[1] else None
-            bias_gradient = torch.zeros_like(bias_V, dtype=torch.float32) if any_gradient and needs[2] else None
-            loss = hidden_NH.new_zeros((), dtype=torch.float32)
-            for chunk in work.chunks():
-                hidden = hidden_NH[chunk].to(work.dtype)
-                chunk_loss, dz = _chunk(hidden, cast_VH, cast_V, work, chunk, gradient=any_gradient)
-                loss += chunk_loss
-                if dz is None:
-                    continue
-                if hidden_gradient is not None:
-                    hidden_gradient[chunk] = dz @ cast_VH
-                if weight_gradient is not None:
-                    _add_product(weight_gradient, dz, hidden)
-                if bias_gradient is not None:
-                    bias_gradient += dz.sum(dim=0, dtype=torch.float32)
-        ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
-        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype)
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the fused loss frees its gradients in the first backward pass; there is no second one")
-        waiting, ctx.gradients = ctx.gradients, None
-        scaled = [
-            None if own is None else own.mul_(gradient.to(own.dtype)).to(dtype)
-            for own, dtype in zip(waiting, ctx.dtypes, strict=True)
-        ]
-        return (*scaled, None)
+    members = {"forward": staticmethod(_forward), "backward": staticmethod(once_differentiable(_backward))}
+    return type("FusedTokenLoss", (torch.autograd.Function,), members)
 
 
-def _add_product(weight_gradient: torch.Tensor, dz: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add dzᵀ h in fp32, some rows of the head at a time: a whole product would be as large as the head."""
-    if dz.dtype == torch.float32:
-        weight_gradient.addmm_(dz.T, hidden)
-        return
-    for first in range(0, weight_gradient.shape[0], _HEAD_ROWS):
-        rows = slice(first, first + _HEAD_ROWS)
-        if dz.is_cuda:
-            weight_gradient[rows] += torch.mm(dz[:, rows].T, hidden, out_dtype=torch.float32)
-        else:
-            weight_gradient[rows] += dz[:, rows].T @ hidden
+def _forward(
+    ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
+) -> torch.Tensor:
+    import torch
+
+    needs = [work.differentiates and needed for needed in ctx.needs_input_grad[:3]]
+    row_work = work.row_work(gradient=any(needs))
+    waiting = _empty_gradients(hidden_NH, weight_VH, bias_V, work.dtype, needs)
+    ctx.waiting, ctx.dtypes = waiting, [None if t is None else t.dtype for t in (hidden_NH, weight_VH, bias_V)]
+    ctx.scale = 1.0 / row_work.gradient_scale
+    values: list[dict[str, torch.Tensor]] = []
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        cast_VH = weight_VH.to(work.dtype)
+        cast_V = None if bias_V is None else bias_V.to(work.dtype)
+        for chunk in work.chunks():
+            hidden = hidden_NH[chunk].to(work.dtype)
+            product = torch.nn.functional.linear(hidden, cast_VH, cast_V)
+            targets = None if work.teacher is None else _rows_of(work.teacher, chunk)
+            values += chunk_rows_and_gradient(product, work.labels_N[chunk], work.weights_N[chunk], targets, row_work)
+            _add_gradients(waiting, product, hidden, cast_VH, chunk)
+            del product
+    rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
+    work.sums.update(weighted_sums(rows_N, work.weights_N))
+    if not values:
+        return hidden_NH.new_zeros((), dtype=torch.float32)
+    loss_N = row_losses(rows_N["student_cross_entropy"], rows_N.get("divergence"), work.objective)
+    return (work.weights_N * loss_N).sum()
 
 
-def _chunk(
-    hidden: torch.Tensor,
+def _empty_gradients(
+    hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
-    work: _Work,
+    dtype: torch.dtype,
+    needs: list[bool],
+) -> list[torch.Tensor | None]:
+    import torch
+
+    return [
+        torch.empty(hidden_NH.shape, dtype=dtype, device=hidden_NH.device) if needs[0] else None,
+        torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
+        torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
+    ]
+
+
+def _add_gradients(
+    waiting: list[torch.Tensor | None],
+    dz_nV: torch.Tensor,
+    hidden_nH: torch.Tensor,
+    weight_VH: torch.Tensor,
     chunk: slice,
-    *,
-    gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the loss of some rows and its gradient with respect to the head's product, in the product's dtype."""
-    head, objective, labels, weights = work.head, work.objective, work.labels_N[chunk], work.weights_N[chunk]
-    logits = head.shaped(torch.nn.functional.linear(hidden, weight_VH, bias_V)).float()
-    normaliser = torch.logsumexp(logits, dim=-1)
-    cross_entropy = normaliser - logits.gather(1, labels[:, None]).squeeze(1)
-    add_to(work.sums, "student_cross_entropy", cross_entropy, weights)
-    loss = (1.0 - objective.alpha) * (cross_entropy * weights).sum()
-    taught = None
-    if work.teacher is not None:
-        divergence, taught = _divergence(logits, labels, weights, work, chunk)
-        add_to(work.sums, "divergence", divergence, weights)
-        loss = loss + objective.alpha * objective.temperature**2 * (divergence * weights).sum()
-    if not gradient:
-        return loss, None
-    slope = None
-    if head.soft_cap is not None:
-        slope = (logits / head.soft_cap).square_().neg_().add_(1.0)
-    dz = logits.sub_(normaliser[:, None]).exp_()
-    dz[torch.arange(len(dz), device=dz.device), labels] -= 1.0
-    dz.mul_((weights * (1.0 - objective.alpha))[:, None])
-    if taught is not None:
-        taught.mul_((weights * (objective.alpha * objective.temperature))[:, None])
-        dz[:, : taught.shape[1]] += taught
-    if slope is not None:
-        dz.mul_(slope)
-    if head.scale != 1.0:
-        dz.mul_(head.scale)
-    return loss, dz.to(work.dtype)
+) -> None:
+    """Add what one chunk gives: dh = dz W, dW += dzᵀ h and db += Σ dz, the sums over chunks in fp32."""
+    import torch
+
+    hidden_gradient, weight_gradient, bias_gradient = waiting
+    if hidden_gradient is not None:
+        torch.mm(dz_nV, weight_VH, out=hidden_gradient[chunk])
+    if bias_gradient is not None:
+        bias_gradient += dz_nV.sum(dim=0, dtype=torch.float32)
+    if weight_gradient is None:
+        return
+    if dz_nV.dtype == torch.float32:
+        weight_gradient.addmm_(dz_nV.T, hidden_nH)
+        return
+    for first in range(0, weight_gradient.shape[0], HEAD_ROWS):
+        rows = slice(first, first + HEAD_ROWS)
+        if dz_nV.is_cuda:
+            weight_gradient[rows] += torch.mm(dz_nV[:, rows].T, hidden_nH, out_dtype=torch.float32)
+        else:
+            weight_gradient[rows] += dz_nV[:, rows].T @ hidden_nH
 
 
-def _divergence(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, work: _Work, chunk: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the divergence of some rows and its gradient with respect to logits / τ, on the shared columns."""
-    assert work.teacher is not None
-    objective, targets = work.objective, _chunk_of(work.teacher, chunk)
-    if isinstance(targets, TopKTargets):
-        columns = shared_columns(logits.shape[1], logits.shape[1], objective)
-        log_q = torch.log_softmax(logits[:, :columns] / objective.temperature, dim=-1)
-        bad = (~torch.isfinite(targets.log_probabilities_NK.sum(dim=-1))).sum().float()
-        add_to(work.sums, "nonfinite_teacher_rows", bad, torch.ones_like(bad))
-        if work.telemetry:
-            add_top_k(work.sums, log_q, targets, weights)
-        return top_k_divergence_and_gradient(objective.divergence, log_q, targets, objective.mixture)
-    taught = _teacher_logits(targets)
-    columns = shared_columns(logits.shape[1], taught.shape[1], objective)
-    own, taught = logits[:, :columns], taught[:, :columns]
-    bad = count_nonfinite(taught)
-    add_to(work.sums, "nonfinite_teacher_rows", bad, torch.ones_like(bad))
-    if work.telemetry and objective.temperature != 1.0:
-        add_dense(work.sums, own.log_softmax(dim=-1), taught.log_softmax(dim=-1), labels, weights)
-    log_q = torch.log_softmax(own / objective.temperature, dim=-1)
-    log_p = torch.log_softmax(taught / objective.temperature, dim=-1)
-    if work.telemetry and objective.temperature == 1.0:
-        add_dense(work.sums, log_q, log_p, labels, weights)
-    return divergence_and_gradient(objective.divergence, log_q, log_p, objective.mixture)
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    if ctx.waiting is None:
+        raise RuntimeError("the fused loss frees its gradients in the first backward pass; there is no second one")
+    waiting, ctx.waiting = ctx.waiting, None
+    factor = gradient.float() * ctx.scale
+    scaled: list[torch.Tensor | None] = []
+    for index, dtype in enumerate(ctx.dtypes):
+        own, waiting[index] = waiting[index], None
+        scaled.append(None if own is None else _scaled(own, factor).to(dtype))
+    return (*scaled, None)
 
 
-def _teacher_logits(targets: HiddenTargets | LogitTargets) -> torch.Tensor:
-    if isinstance(targets, LogitTargets):
-        return targets.logits_NV.detach().float()
-    head = targets.head
-    with torch.no_grad():
-        return head.logits(targets.hidden_NH.to(head.weight_VH.dtype)).float()
+def _scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Multiply in place, in fp32: a factor such as 1 / tokens rounded to 16 bit would be off for every gradient."""
+    import torch
+
+    if own.dtype == torch.float32:
+        return own.mul_(factor)
+    for rows in own.split(SCALED_ROWS):
+        rows.copy_(rows.float().mul_(factor))
+    return own
 
 
-def _chunk_of(teacher: TeacherTargets, rows: slice | torch.Tensor) -> TeacherTargets:
+def _compute_dtype(hidden_NH: torch.Tensor) -> torch.dtype:
+    """The dtype of the head's product: that of the hidden states, or autocast's."""
+    import torch
+
+    kind = hidden_NH.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NH.dtype
+
+
+def _taught_bytes(teacher: TeacherTargets | None) -> int:
+    """Bytes of the logits of one row that the loss makes for the teacher."""
+    if not isinstance(teacher, HiddenTargets):
+        return 0
+    return int(teacher.head.vocab_size * teacher.head.weight_VH.dtype.itemsize)
+
+
+def _rows_of(teacher: TeacherTargets, rows: slice | torch.Tensor) -> TeacherTargets:
     if isinstance(teacher, HiddenTargets):
         return HiddenTargets(hidden_NH=teacher.hidden_NH[rows], head=teacher.head)
     if isinstance(teacher, LogitTargets):

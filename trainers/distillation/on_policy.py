@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
@@ -16,6 +19,17 @@ if TYPE_CHECKING:
 def is_generated(config: OnPolicy, seed: int, step: int, index: int) -> bool:
     """Decide whether a micro-batch is generated; the same on all ranks, which must generate together."""
     return random.Random(f"{seed} {step} {index}").random() < config.fraction
+
+
+@contextmanager
+def own_randomness(*numbers: int) -> Iterator[None]:
+    """Draw from a generator of its own inside the block: other numbers on every rank, the same after resuming."""
+    import torch
+
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    with torch.random.fork_rng():
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        yield
 
 
 def prompts_of(batch: dict[str, Any], prompt_tokens: int | None) -> list[list[int]]:

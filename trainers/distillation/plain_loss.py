@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ...ds_configs.errors import Fault, UsageError
 from .divergences import divergence_rows
 from .objective import IGNORED_LABEL, LogitTargets, TokenObjective, TokenSums, TopKTargets
-from .row_telemetry import add_dense, add_top_k
-from .top_k import check_temperature, rows_of, top_k_divergence_rows
+from .row_telemetry import dense_rows, top_k_rows, weighted_sums
+from .top_k import check_targets, nonfinite_top_k_rows, rows_of, top_k_divergence_rows
 
 if TYPE_CHECKING:
     import torch
@@ -40,19 +40,28 @@ def plain_token_loss(
         teacher = _teacher_rows(teacher, rows)
     logits_NV = student_logits_NV.float()
     cross_entropy_N = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
-    loss = (1.0 - objective.alpha) * (weights_N * cross_entropy_N).sum()
-    sums = {"student_cross_entropy": (weights_N * cross_entropy_N.detach()).sum(), "weight": weights_N.sum()}
+    rows_by_name, divergence_N = {"student_cross_entropy": cross_entropy_N.detach()}, None
+    if objective.alpha == 0.0:
+        logits_NV = logits_NV.detach()
     if isinstance(teacher, LogitTargets):
-        divergence_N = _dense(logits_NV, teacher.logits_NV.float(), labels_N, weights_N, objective, sums, telemetry)
+        divergence_N, more = _dense(logits_NV, teacher.logits_NV.detach(), labels_N, objective, telemetry)
+        rows_by_name |= more
     elif teacher is not None:
-        check_temperature(teacher, objective)
-        divergence_N = _top_k(logits_NV, teacher, weights_N, objective, sums, telemetry)
-    else:
-        return TokenSums(loss=loss, **sums)
-    divergence = (weights_N * divergence_N).sum()
-    sums["divergence"] = divergence.detach()
-    loss = loss + objective.alpha * objective.temperature**2 * divergence
-    return TokenSums(loss=loss, **sums)
+        divergence_N, more = _top_k(logits_NV, teacher, objective, telemetry)
+        rows_by_name |= more
+    loss_N = row_losses(cross_entropy_N, divergence_N, objective)
+    return TokenSums(loss=(weights_N * loss_N).sum(), weight=weights_N.sum(), **weighted_sums(rows_by_name, weights_N))
+
+
+def row_losses(
+    cross_entropy_N: torch.Tensor, divergence_N: torch.Tensor | None, objective: TokenObjective
+) -> torch.Tensor:
+    """Return ``(1 - α) CE + α τ² D``; a part whose weight is 0 is left out, not multiplied by 0."""
+    hard_N = (1.0 - objective.alpha) * cross_entropy_N
+    if divergence_N is None or objective.alpha == 0.0:
+        return hard_N
+    soft_N = objective.alpha * objective.temperature**2 * divergence_N
+    return soft_N if objective.alpha == 1.0 else hard_N + soft_N
 
 
 def valid_rows(labels_N: torch.Tensor, columns: int) -> torch.Tensor | None:
@@ -61,11 +70,13 @@ def valid_rows(labels_N: torch.Tensor, columns: int) -> torch.Tensor | None:
     Raises:
         UsageError: a label is no column of the student.
     """
-    if labels_N.numel() and int(labels_N.max()) >= columns:
-        rule = f"the student's head has {columns} columns"
-        raise UsageError(Fault(where="labels", value=int(labels_N.max()), rule=rule))
     valid_N = labels_N != IGNORED_LABEL
-    return None if bool(valid_N.all()) else valid_N.nonzero().squeeze(1)
+    bad_N = valid_N & ((labels_N < 0) | (labels_N >= columns))
+    if bool(bad_N.any()):
+        rule = f"the student's head has the columns 0 to {columns - 1}; rows without a label have {IGNORED_LABEL}"
+        raise UsageError(Fault(where="labels", value=int(labels_N[bad_N][0]), rule=rule))
+    rows = valid_N.nonzero().squeeze(1)
+    return None if len(rows) == len(labels_N) else rows
 
 
 def row_weights(labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
@@ -80,11 +91,11 @@ def shared_columns(student_columns: int, teacher_columns: int, objective: TokenO
     return min(student_columns, teacher_columns, objective.vocab_size or student_columns)
 
 
-def count_nonfinite(logits_NV: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows whose teacher logits are not numbers, from one reduction of each row."""
+def nonfinite_rows(log_p_NV: torch.Tensor) -> torch.Tensor:
+    """Return 1 for rows whose teacher logits held NaN or infinity: a log-softmax makes NaN of the whole row."""
     import torch
 
-    return (~torch.isfinite(torch.logsumexp(logits_NV, dim=-1))).sum().float()
+    return torch.isnan(log_p_NV[:, 0]).float()
 
 
 def _teacher_rows(teacher: LogitTargets | TopKTargets | None, rows: torch.Tensor) -> LogitTargets | TopKTargets | None:
@@ -97,40 +108,37 @@ def _dense(
     logits_NV: torch.Tensor,
     taught_NV: torch.Tensor,
     labels_N: torch.Tensor,
-    weights_N: torch.Tensor,
     objective: TokenObjective,
-    sums: dict[str, torch.Tensor],
     telemetry: bool,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     import torch
 
     columns = shared_columns(logits_NV.shape[1], taught_NV.shape[1], objective)
-    own_NV, taught_NV = logits_NV[:, :columns], taught_NV[:, :columns].detach()
-    sums["nonfinite_teacher_rows"] = count_nonfinite(taught_NV)
+    own_NV, taught_NV = logits_NV[:, :columns], taught_NV[:, :columns].float()
     log_q_NV = torch.log_softmax(own_NV / objective.temperature, dim=-1)
     log_p_NV = torch.log_softmax(taught_NV / objective.temperature, dim=-1)
+    divergence_N = divergence_rows(objective.divergence, log_q_NV, log_p_NV, objective.mixture)
+    rows = {"divergence": divergence_N.detach(), "nonfinite_teacher_rows": nonfinite_rows(log_p_NV)}
     if telemetry:
         with torch.no_grad():
             at_one = objective.temperature == 1.0
             pair = (log_q_NV, log_p_NV) if at_one else (own_NV.log_softmax(dim=-1), taught_NV.log_softmax(dim=-1))
-            add_dense(sums, *pair, labels_N, weights_N)
-    return divergence_rows(objective.divergence, log_q_NV, log_p_NV, objective.mixture)
+            known_N = rows["divergence"] if at_one and objective.divergence == "forward_kl" else None
+            rows |= dense_rows(*pair, labels_N, forward_kl_N=known_N)
+    return divergence_N, rows
 
 
 def _top_k(
-    logits_NV: torch.Tensor,
-    teacher: TopKTargets,
-    weights_N: torch.Tensor,
-    objective: TokenObjective,
-    sums: dict[str, torch.Tensor],
-    telemetry: bool,
-) -> torch.Tensor:
+    logits_NV: torch.Tensor, teacher: TopKTargets, objective: TokenObjective, telemetry: bool
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     import torch
 
     columns = shared_columns(logits_NV.shape[1], logits_NV.shape[1], objective)
+    check_targets(teacher, objective, columns)
     log_q_NV = torch.log_softmax(logits_NV[:, :columns] / objective.temperature, dim=-1)
-    sums["nonfinite_teacher_rows"] = (~torch.isfinite(teacher.log_probabilities_NK.sum(dim=-1))).sum().float()
+    divergence_N = top_k_divergence_rows(objective.divergence, log_q_NV, teacher, objective.mixture)
+    rows = {"divergence": divergence_N.detach(), "nonfinite_teacher_rows": nonfinite_top_k_rows(teacher)}
     if telemetry:
         with torch.no_grad():
-            add_top_k(sums, log_q_NV, teacher, weights_N)
-    return top_k_divergence_rows(objective.divergence, log_q_NV, teacher, objective.mixture)
+            rows |= top_k_rows(log_q_NV, teacher)
+    return divergence_N, rows

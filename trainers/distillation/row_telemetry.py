@@ -1,4 +1,4 @@
-"""What both models' distributions tell about each other, row by row; all at τ = 1 but for agreement, which knows no τ."""
+"""What both models' distributions tell about each other, row by row; at τ = 1."""
 
 from __future__ import annotations
 

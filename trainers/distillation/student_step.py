@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ...plugins.attention_capture import hidden_states_of
 from ...plugins.output_heads import OutputHead, head_module, head_tensors, logit_shape
 from .batch import DistillationBatch
 from .fused_loss import fused_token_loss
@@ -129,8 +130,6 @@ class StudentStep:
         assert self.features is not None
         loss: Any = 0.0
         if self.features.hidden_term is not None:
-            from ...plugins.attention_capture import hidden_states_of
-
             student = hidden_states_of(outputs)
             weights_BS = self.batch.position_weights()
             distance = self.features.hidden_sum(student, self.lesson.hidden_states, weights_BS)

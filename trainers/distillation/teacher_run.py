@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.errors import Fault, UsageError
+from ...plugins.attention_capture import hidden_states_of
 from ...plugins.output_heads import OutputHead
 from ...plugins.whole_sequence import own_shard, whole_sequences
 from .batch import DistillationBatch, accepted
@@ -75,7 +76,7 @@ def ask(
     return Lesson(
         hidden_NH=hidden_NH,
         logits=None if fused else own(outputs.logits),
-        hidden_states=outputs.hidden_states if wants_hidden_states else None,
+        hidden_states=tuple(own(states) for states in hidden_states_of(outputs)) if wants_hidden_states else None,
         attention=attention,
     )
 

@@ -50,6 +50,9 @@ class TeacherSetup:
         if parallelism is not None and parallelism.cp_enabled:
             rule = "torch's context parallelism reorders positions inside a step, where a teacher cannot follow"
             faults.append(Fault(where="cp_size", value=parallelism.cp_size, rule=rule, fix="use sp_size"))
+        if parallelism is not None and parallelism.sp_enabled and self._distillation.attention is not None:
+            rule = "no rank sees the attention of a whole sequence"
+            faults.append(Fault(where="attention", rule=rule, fix="match hidden_states, or leave sp_size at 1"))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 1:
             faults.append(Fault(where="fsdp_version", value=1, rule="is not supported", fix="set fsdp_version: 2"))

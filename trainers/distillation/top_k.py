@@ -6,6 +6,7 @@ f-divergence (data processing inequality), and 0 for equal models, where renorma
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ...ds_configs.errors import Fault, UsageError
@@ -30,15 +31,26 @@ def top_k_targets(logits_NV: torch.Tensor, k: int, temperature: float, vocab_siz
     )
 
 
-def check_temperature(targets: TopKTargets, objective: TokenObjective) -> None:
-    """Refuse targets that were made at another temperature.
+def check_targets(targets: TopKTargets, objective: TokenObjective, columns: int) -> None:
+    """Refuse targets of another temperature, or with tokens beyond the columns that are compared.
 
     Raises:
-        UsageError: the temperatures differ.
+        UsageError: one of them.
     """
     if targets.temperature != objective.temperature:
         rule = f"the teacher's top-k was taken at temperature {targets.temperature}"
-        raise UsageError(Fault(where="temperature", value=objective.temperature, rule=rule))
+        fix = "use that temperature, or take the top-k at this one"
+        raise UsageError(Fault(where="temperature", value=objective.temperature, rule=rule, fix=fix))
+    if targets.ids_NK.numel() and int(targets.ids_NK.max()) >= columns:
+        rule = f"the teacher's top-k holds a token beyond the {columns} that are compared"
+        fix = f"take the top-k with vocab_size={columns} or less"
+        raise UsageError(Fault(where="ids_NK", value=int(targets.ids_NK.max()), rule=rule, fix=fix))
+
+
+def nonfinite_top_k_rows(targets: TopKTargets) -> torch.Tensor:
+    """Return 1 for rows with NaN or +infinity among their log-probabilities; -infinity is a mass of 0."""
+    largest_N = targets.log_probabilities_NK.amax(dim=-1)
+    return (~((largest_N < math.inf) & (targets.tail_log_probability_N < math.inf))).float()
 
 
 def binned(log_q_NV: torch.Tensor, targets: TopKTargets) -> tuple[torch.Tensor, torch.Tensor]:

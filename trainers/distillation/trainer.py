@@ -14,7 +14,7 @@ from .batch import EXTRA_COLUMNS, DistillationBatch, accepted, global_weight, sp
 from .config import DistillationConfig, OnPolicy
 from .head_forward import replaced_forward
 from .objective import TeacherTargets, TokenObjective
-from .on_policy import completed_batch, generate, is_generated, prompts_of
+from .on_policy import completed_batch, generate, is_generated, own_randomness, prompts_of
 from .projector_files import load_projectors, save_projectors, split_projectors
 from .student_step import StudentStep
 from .teacher_run import Lesson, ask, targets_of
@@ -147,7 +147,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         if self.teacher is None:
             return Lesson()
         teacher = self.teacher.running(model) if hasattr(self.teacher, "running") else self.teacher
-        return ask(teacher, batch, fused=fused, features=self._features, sequence_sharded=self._ranks_of_a_sequence() > 1)
+        sharded = self._ranks_of_a_sequence() > 1
+        return ask(teacher, batch, fused=fused, features=self._features, sequence_sharded=sharded)
 
     @contextmanager
     def _targets(
@@ -208,19 +209,20 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         from itertools import islice
 
-        batches = [
-            self._completed(batch, own) if is_generated(own, self.args.seed, self.state.global_step, index) else batch
-            for index, batch in enumerate(islice(epoch_iterator, num_batches))
-        ]
+        batches = list(islice(epoch_iterator, num_batches))
+        for index, batch in enumerate(batches):
+            if is_generated(own, self.args.seed, self.state.global_step, index):
+                batches[index] = self._completed(batch, own, index)
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def _completed(self, batch: dict[str, Any], own: OnPolicy) -> dict[str, Any]:
+    def _completed(self, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
         tokenizer = self.processing_class
         engine = self.model_wrapped if self.is_deepspeed_enabled else None
         prompts = prompts_of(batch, own.prompt_tokens)
-        completions = generate(
-            self.model, engine, tokenizer, prompts, own, synced=self.is_fsdp_enabled, device=self.args.device
-        )
+        with own_randomness(self.args.seed, self.state.global_step, index, self.args.process_index):
+            completions = generate(
+                self.model, engine, tokenizer, prompts, own, synced=self.is_fsdp_enabled, device=self.args.device
+            )
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return completed_batch(prompts, completions, pad)
 

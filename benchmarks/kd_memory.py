@@ -1,0 +1,253 @@
+"""Bytes and seconds of the fused token loss beside the plain one: `python benchmarks/kd_memory.py [--write]`.
+
+On the CPU both are metered at sizes that fit, and the formula of the fused loss, which these sizes check, gives the
+full size: 8,192 tokens, vocabulary 128,256, width 4,096 of both models, bf16. `--device cuda` runs the full size, with
+Liger's JSD loss beside it where `liger_kernel` is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from shardwright.plugins.byte_meter import ByteMeter
+from shardwright.plugins.output_heads import OutputHead
+from shardwright.trainers.distillation.fused_loss import fused_token_loss
+from shardwright.trainers.distillation.fused_memory import fused_peak_bytes
+from shardwright.trainers.distillation.objective import HiddenTargets, LogitTargets, TokenObjective
+from shardwright.trainers.distillation.plain_loss import plain_token_loss
+
+MEASURED = Path(__file__).with_name("kd_memory.json")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "distillation_losses.md"
+REPETITIONS = 2
+TARGET_BYTES = 3.5e9
+OBJECTIVE = TokenObjective(alpha=0.5, temperature=2.0, divergence="jsd", mixture=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdCase:
+    """One size of the problem; both models are equally wide."""
+
+    rows: int
+    """Tokens N."""
+    columns: int
+    """Vocabulary V."""
+    hidden_width: int
+    """Width H."""
+    dtype: str
+    """"bfloat16" or "float32": hidden states and heads of both models."""
+
+    def predicted_bytes(self, device: str) -> int:
+        """Return what the formula says of the fused loss."""
+        element_bytes = getattr(torch, self.dtype).itemsize
+        return fused_peak_bytes(
+            rows=self.rows,
+            hidden_width=self.hidden_width,
+            columns=self.columns,
+            element_bytes=element_bytes,
+            teacher_element_bytes=element_bytes,
+            device=device,
+        )
+
+
+FULL = KdCase(rows=8192, columns=128_256, hidden_width=4096, dtype="bfloat16")
+CPU_CASES = (
+    KdCase(rows=1024, columns=32_000, hidden_width=1024, dtype="float32"),
+    KdCase(rows=4096, columns=16_000, hidden_width=256, dtype="float32"),
+    KdCase(rows=512, columns=32_000, hidden_width=256, dtype="bfloat16"),
+    KdCase(rows=128, columns=128_256, hidden_width=128, dtype="bfloat16"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one loss took for forward and backward."""
+
+    case: KdCase
+    loss: str
+    """"plain", "fused" or "liger"."""
+    peak_bytes: int
+    """Most bytes beyond hidden states and heads, gradients included."""
+    seconds: float
+
+
+def tensors(case: KdCase, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return hidden states and head of the student, the same of the teacher, and labels."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "device": device}
+    made = []
+    for trains in (True, False):
+        made.append(torch.randn(case.rows, case.hidden_width, **options).requires_grad_(trains))
+        weight = torch.randn(case.columns, case.hidden_width, **options).mul_(case.hidden_width**-0.5)
+        made.append(weight.requires_grad_(trains))
+    return made, torch.randint(0, case.columns, (case.rows,), device=device)
+
+
+def losses(case: KdCase, device: str) -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
+    """Return a step of each loss, and the tensors that are there before it."""
+    made, labels = tensors(case, device)
+    hidden, weight, taught_hidden, taught_weight = made
+    targets = HiddenTargets(hidden_NH=taught_hidden, head=OutputHead(weight_VH=taught_weight))
+
+    def plain() -> None:
+        with torch.no_grad():
+            taught = LogitTargets(logits_NV=torch.nn.functional.linear(taught_hidden, taught_weight))
+        logits = torch.nn.functional.linear(hidden, weight)
+        plain_token_loss(logits, labels, taught, OBJECTIVE).loss.div(case.rows).backward()
+
+    def fused() -> None:
+        sums = fused_token_loss(hidden, OutputHead(weight_VH=weight), labels, targets, OBJECTIVE)
+        sums.loss.div(case.rows).backward()
+
+    steps = {"plain": plain, "fused": fused}
+    liger = _liger(made, labels) if device == "cuda" else None
+    if liger is not None:
+        steps["liger"] = liger
+    return steps, [*made, labels]
+
+
+def _liger(made: Sequence[torch.Tensor], labels: torch.Tensor) -> Callable[[], None] | None:
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+    except ImportError:
+        return None
+    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, temperature=2.0)
+    return lambda: loss(made[0], made[1], made[2], made[3], labels).backward()
+
+
+def measure(case: KdCase, device: str) -> list[Measurement]:
+    """Meter one step of each loss, then time some."""
+    steps, present = losses(case, device)
+    found = []
+    for name, step in steps.items():
+        try:
+            peak = _peak_bytes(step, present, device)
+            taken = min(_seconds(step, present, device) for _ in range(REPETITIONS))
+        except torch.cuda.OutOfMemoryError:
+            print(f"{name}: out of memory", file=sys.stderr)
+            continue
+        found.append(Measurement(case=case, loss=name, peak_bytes=peak, seconds=taken))
+    return found
+
+
+def _peak_bytes(step: Callable[[], None], present: list[torch.Tensor], device: str) -> int:
+    _forget_gradients(present)
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with ByteMeter() as meter:
+        meter.label(present, "other")
+        before = meter.reading().current_bytes
+        meter.enter("forward")
+        step()
+    return meter.reading().peak_bytes - before
+
+
+def _seconds(step: Callable[[], None], present: list[torch.Tensor], device: str) -> float:
+    _forget_gradients(present)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _forget_gradients(present: list[torch.Tensor]) -> None:
+    for tensor in present:
+        tensor.grad = None
+
+
+def table(found: Sequence[Measurement], device: str) -> str:
+    """Return one markdown line for each size."""
+    lines = [
+        "| tokens × vocabulary × width | dtype | plain GB | fused GB | formula GB | error | plain s | fused s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in dict.fromkeys(one.case for one in found):
+        by_loss = {one.loss: one for one in found if one.case == case}
+        fused, predicted = by_loss["fused"], case.predicted_bytes(device)
+        plain = by_loss.get("plain")
+        lines.append(
+            f"| {case.rows:,} × {case.columns:,} × {case.hidden_width:,} | {case.dtype} | "
+            f"{'none' if plain is None else _gb(plain.peak_bytes)} | {_gb(fused.peak_bytes)} | {_gb(predicted)} | "
+            f"{predicted / fused.peak_bytes - 1:+.1%} | {'none' if plain is None else f'{plain.seconds:.3g}'} | "
+            f"{fused.seconds:.3g} |"
+        )
+        if "liger" in by_loss:
+            liger = by_loss["liger"]
+            lines.append(f"\nLiger's chunked JSD loss: {_gb(liger.peak_bytes)} GB, {liger.seconds:.3g} s.")
+    return "\n".join(lines)
+
+
+def sentence(found: Sequence[Measurement]) -> str:
+    """Say what the full size takes: the fused loss by its formula, the plain one by its bytes for each logit."""
+    plain = [one for one in found if one.loss == "plain" and one.case.dtype == FULL.dtype]
+    logits = max(plain, key=lambda one: one.case.rows * one.case.columns)
+    of_a_logit = logits.peak_bytes / (logits.case.rows * logits.case.columns)
+    predicted = FULL.predicted_bytes("cuda")
+    return (
+        f"At {FULL.rows:,} × {FULL.columns:,} × {FULL.hidden_width:,} in bf16 the formula gives {_gb(predicted)} GB "
+        f"(target {_gb(TARGET_BYTES)}); the plain loss, at its {of_a_logit:.0f} bytes for each logit, would take "
+        f"{_gb(of_a_logit * FULL.rows * FULL.columns)} GB."
+    )
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.3g}"
+
+
+def stored() -> list[Measurement]:
+    """Return what was measured before on a CPU."""
+    records = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return [Measurement(**(record | {"case": KdCase(**record["case"])})) for record in records]
+
+
+def write(found: Sequence[Measurement]) -> None:
+    """Store measurements, and the table in the document."""
+    lines = ",\n".join(json.dumps(asdict(one), sort_keys=True) for one in found)
+    MEASURED.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8")
+    begin, end = "<!-- memory -->", "<!-- end of memory -->"
+    head, _, rest = text.partition(begin)
+    tail = rest.partition(end)[2]
+    DOCUMENT.write_text(f"{head}{begin}\n{table(found, 'cpu')}\n\n{sentence(found)}\n{end}{tail}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and return 1 where the full size misses its target."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--write", action="store_true", help=f"store figures of the CPU and the table of {DOCUMENT.name}"
+    )
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA GPU")
+    if options.device == "cuda" and options.write:
+        parser.error("--write stores figures of the CPU: leave --device cuda out")
+    found: list[Measurement] = []
+    for case in (FULL,) if options.device == "cuda" else CPU_CASES:
+        found += measure(case, options.device)
+        print(f"measured {case}", file=sys.stderr)
+    print(table(found, options.device))
+    if options.device == "cuda":
+        return int(max(one.peak_bytes for one in found if one.loss == "fused") > TARGET_BYTES)
+    print(f"\n{sentence(found)}")
+    if options.write:
+        write(found)
+    return int(FULL.predicted_bytes("cuda") > TARGET_BYTES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Weights on every rank where Transformers would load them on the first rank alone.
+
+Seen with transformers 5.17.0 and accelerate 1.15.0: with `fsdp_cpu_ram_efficient_loading`, `from_pretrained` gives the
+other ranks of a node uninitialised weights (modeling_utils.py, `is_fsdp_enabled() and not is_local_dist_rank_0()`), and
+`accelerator.prepare` fills them from the first rank. A second model that never goes through `prepare`, such as a
+teacher, keeps them: on two ranks a trained one answered with a cross-entropy of 3.86 instead of 2.29, without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+@contextmanager
+def weights_on_every_rank() -> Iterator[None]:
+    """Let `from_pretrained` read the weights on every rank inside the block."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before

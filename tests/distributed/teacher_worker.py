@@ -1,0 +1,137 @@
+"""Runs on every rank: trains a student beside a teacher in each placement, and writes what both did."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distillation_cases import Layout, collate, models, samples
+from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+
+STEPS = 2
+PROBE_ROWS, PROBE_TOKENS = 2, 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherCase:
+    """An engine for the student and a placement for the teacher; without one the student trains alone."""
+
+    engine: str
+    zero_stage: int = 0
+    placement: str | None = None
+
+    @property
+    def name(self) -> str:
+        engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
+        return f"{engine}-{self.placement or 'alone'}"
+
+    @property
+    def alone(self) -> TeacherCase:
+        """The same student without a teacher."""
+        return TeacherCase(engine=self.engine, zero_stage=self.zero_stage)
+
+
+CASES = [
+    TeacherCase(engine="ddp", placement="replica"),
+    TeacherCase(engine="ddp", placement="sharded"),
+    TeacherCase(engine="deepspeed", zero_stage=2, placement="sharded"),
+    TeacherCase(engine="deepspeed", zero_stage=3, placement="replica"),
+    TeacherCase(engine="deepspeed", zero_stage=3, placement="sharded"),
+    TeacherCase(engine="deepspeed", zero_stage=3, placement="offloaded"),
+    TeacherCase(engine="ddp", placement="offloaded"),
+    TeacherCase(engine="fsdp2", placement="sharded"),
+    TeacherCase(engine="fsdp2", placement="offloaded"),
+]
+
+
+def probe(rank: int) -> Any:
+    """Return token ids that differ between ranks."""
+    import torch
+
+    return torch.randint(0, 512, (PROBE_ROWS, PROBE_TOKENS), generator=torch.Generator().manual_seed(rank))
+
+
+def local_bytes(model: Any) -> int:
+    """Return the bytes of parameters that this rank stores, on its device or, for those on meta, in a state dict."""
+    total = 0
+    for parameter in model.parameters():
+        stored = parameter.detach()
+        if hasattr(parameter, "ds_tensor"):
+            stored = parameter.ds_tensor
+        elif hasattr(parameter, "to_local"):
+            stored = parameter.detach().to_local()
+        total += stored.numel() * stored.element_size()
+    return total
+
+
+def observe(teacher: Any, expected: Any, rank: int) -> dict[str, Any]:
+    """Return how far the teacher's answers and head are from those of a whole one, and its state."""
+    logits = teacher(input_ids=probe(rank)).logits
+    with teacher.gathered_head() as head:
+        head_difference = float((head.weight_VH.detach() - expected["head"]).abs().max())
+    return {
+        "difference": float((logits - expected["logits"]).abs().max()),
+        "head_difference": head_difference,
+        "training": any(module.training for module in teacher.model.modules()),
+        "gradients": sum(parameter.grad is not None for parameter in teacher.model.parameters()),
+        "requires_grad": bool(logits.requires_grad),
+        "local_bytes": local_bytes(teacher.model),
+    }
+
+
+def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> dict[str, Any]:
+    """Train some steps, with the teacher answering before each loss, and return losses and observations."""
+    import torch
+    from shardwright.plugins.teacher_placement import load_teacher, place_teacher
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    overrides: dict[str, Any] = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]
+    settings = Layout(engine=case.engine, zero_stage=case.zero_stage).arguments(2)
+    settings |= {"max_steps": STEPS, "learning_rate": 0.5, "per_device_train_batch_size": 2}
+    arguments = TrainingArguments(str(output / case.name), **settings, **overrides)
+    student_path, teacher_path = models(directory)
+    student = AutoModelForCausalLM.from_pretrained(student_path)
+    teacher, observed = None, []
+    if case.placement is not None:
+        placement: Any = case.placement
+        engine: Any = case.engine
+        teacher = load_teacher(str(teacher_path), placement=placement, dtype=torch.float32, engine=engine)
+
+    class BesideTeacher(Trainer):
+        def compute_loss(self, model: Any, *given: Any, **more: Any) -> Any:
+            if placed is not None:
+                model.train()
+                observed.append(observe(placed, expected, arguments.process_index))
+            return super().compute_loss(model, *given, **more)
+
+    trainer = BesideTeacher(model=student, args=arguments, train_dataset=samples(), data_collator=collate)
+    placed = None
+    if teacher is not None:
+        placed = place_teacher(teacher, placement, accelerator=trainer.accelerator, micro_batch_size=2)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    patched = torch.nn.functional.linear is not torch._C._nn.linear
+    return {"losses": losses, "observed": observed, "patched_linear": patched}
+
+
+def main(directory: Path, output: Path) -> None:
+    import os
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    rank = int(os.environ["RANK"])
+    whole = AutoModelForCausalLM.from_pretrained(models(directory)[1], dtype=torch.float32)
+    with torch.no_grad():
+        expected = {"logits": whole(input_ids=probe(rank)).logits, "head": whole.lm_head.weight.detach().clone()}
+    for case in [*dict.fromkeys(case.alone for case in CASES), *CASES]:
+        record = train(case, directory, output, expected)
+        (output / f"{case.name}-{rank}.json").write_text(json.dumps(record))
+        forget_last_run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,86 @@
+"""A teacher in every placement answers like a whole one on one process, and the student trains as it does alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import RANKS, WORKER_ENVIRONMENT
+from distillation_cases import models, save_models
+from shardwright.plugins.launching import torchrun
+from teacher_worker import CASES, STEPS, TeacherCase
+
+pytestmark = pytest.mark.distributed
+
+LOGIT_TOLERANCE = 1e-5
+"""Largest difference of a logit in fp32. Seen: 0."""
+
+Records = dict[TeacherCase, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def teacher_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("placement-models")
+    save_models(directory)
+    whole = AutoModelForCausalLM.from_pretrained(models(directory)[1])
+    return directory, sum(parameter.numel() * 4 for parameter in whole.parameters())
+
+
+@pytest.fixture(scope="module")
+def records(
+    teacher_bytes: tuple[Path, int], deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
+) -> Records:
+    """Run all cases in one launch; the records of each rank by case."""
+    output = tmp_path_factory.mktemp("placement")
+    worker = Path(__file__).with_name("teacher_worker.py")
+    torchrun(
+        [str(worker), str(teacher_bytes[0]), str(output)],
+        ranks=RANKS,
+        timeout_seconds=300,
+        environment=WORKER_ENVIRONMENT,
+    )
+    every = {*CASES, *(case.alone for case in CASES)}
+    return {
+        case: [json.loads((output / f"{case.name}-{rank}.json").read_text()) for rank in range(RANKS)] for case in every
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_answers_equal_those_of_a_whole_teacher(case: TeacherCase, records: Records) -> None:
+    for record in records[case]:
+        assert len(record["observed"]) == STEPS
+        for seen in record["observed"]:
+            assert seen["difference"] < LOGIT_TOLERANCE
+            assert seen["head_difference"] == 0.0
+            assert not seen["training"]
+            assert not seen["requires_grad"]
+            assert seen["gradients"] == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_student_trains_as_it_does_alone(case: TeacherCase, records: Records) -> None:
+    for beside, alone in zip(records[case], records[case.alone], strict=True):
+        assert len(alone["losses"]) == STEPS
+        assert beside["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+        assert alone["losses"][0] != pytest.approx(alone["losses"][1], abs=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_ranks_share_a_sharded_teacher_and_no_other(
+    case: TeacherCase, records: Records, teacher_bytes: tuple[Path, int]
+) -> None:
+    shares = {"replica": 1.0, "sharded": 1 / RANKS, "offloaded": 1 / RANKS}
+    assert case.placement is not None
+    expected = shares[case.placement] * teacher_bytes[1]
+    for record in records[case]:
+        assert record["observed"][-1]["local_bytes"] == pytest.approx(expected, rel=0.01, abs=64)
+
+
+def test_a_sharded_teacher_leaves_the_linear_function_of_other_engines_alone(records: Records) -> None:
+    for case in CASES:
+        if case.zero_stage != 3:
+            assert not any(record["patched_linear"] for record in records[case]), case.name

@@ -1,0 +1,328 @@
+"""Datasets as samples: what is read, what is held out, and which tokens have labels, token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.trainers.distillation.chat import encode_chat, encode_completion, special_prefix
+from shardwright.trainers.distillation.dataset_sources import Source, parse_source
+from shardwright.trainers.distillation.datasets import Samples, collate, load_samples
+from shardwright.trainers.distillation.objective import IGNORED_LABEL
+
+END = "<|endoftext|>"
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}<{{ m['role'] }}>\n{% if loop.last or m['role'] != 'assistant' %}{{ m['content'] }}"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Größe?"},
+    {"role": "assistant", "content": "Ü 42"},
+]
+
+
+def tokenizer(template: str | None = None, *, bos: bool = False) -> Any:
+    """Return bytes as tokens; padding is the end-of-sequence token, and `bos` puts a token before every text."""
+    made = byte_tokenizer(384)
+    made.pad_token = made.eos_token
+    made.chat_template = template
+    if bos:
+        from tokenizers.processors import TemplateProcessing
+
+        made.add_special_tokens({"bos_token": "<s>"})
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", made.bos_token_id)]
+        )
+    return made
+
+
+def labelled_text(made: Any, ids: list[int], labels: list[int]) -> list[str]:
+    """Return the runs of labelled tokens as text; labels are the tokens themselves."""
+    runs: list[list[int]] = [[]]
+    for token, label in zip(ids, labels, strict=True):
+        assert label in (token, IGNORED_LABEL)
+        if label == IGNORED_LABEL:
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    return [made.decode(run) for run in runs if run]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def texts(made: Any, samples: list[dict[str, list[int]]]) -> str:
+    return "".join(made.decode(sample["input_ids"]) for sample in samples)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefix", "by marks"])
+@pytest.mark.parametrize("bos", [False, True], ids=["without bos", "with bos"])
+def test_labels_stand_on_the_assistants_words_and_their_end(template: str, bos: bool) -> None:
+    made = tokenizer(template, bos=bos)
+    ids, labels = encode_chat(made, CHAT)
+    assert labelled_text(made, ids, labels) == [f"Hello.{END}", f"Ü 42{END}"]
+    if bos:
+        assert ids.count(made.bos_token_id) == 1 and ids[0] == made.bos_token_id
+    assert made.decode(ids) == made.apply_chat_template(CHAT, tokenize=False)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefix", "by marks"])
+def test_earlier_answers_can_belong_to_the_prompt(template: str) -> None:
+    made = tokenizer(template)
+    assert labelled_text(made, *encode_chat(made, CHAT, first_labelled=4)) == [f"Ü 42{END}"]
+
+
+def test_other_names_of_roles_and_columns_are_understood() -> None:
+    made = tokenizer(PLAIN)
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+    assert labelled_text(made, *encode_chat(made, turns)) == [f"Yes{END}"]
+
+
+def test_both_ways_to_find_the_assistants_words_agree() -> None:
+    assert encode_chat(tokenizer(PLAIN), CHAT) == encode_chat(tokenizer(MARKED), CHAT)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        (None, CHAT, "has none"),
+        (FORGETFUL, CHAT, r"changes earlier text when a message is added; mark .* \{% generation %\}"),
+        ("{{ raise_exception('roles must alternate') }}", CHAT, "refuses it: roles must alternate"),
+        (PLAIN, [{"role": "user"}], "needs a role and a content"),
+    ],
+    ids=["no template", "forgets thoughts", "refuses", "no content"],
+)
+def test_a_template_that_cannot_be_trusted_is_refused(template: Any, messages: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        encode_chat(tokenizer(template), messages, where="rows[3]")
+    assert str(caught.value).startswith("rows[3]") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_prompts_have_no_labels_and_completions_end(bos: bool) -> None:
+    made = tokenizer(bos=bos)
+    ids, labels = encode_completion(made, "2 + 2 =", " 4")
+    assert labelled_text(made, ids, labels) == [f" 4{END}"]
+    assert ids[:1] == ([made.bos_token_id] if bos else made("2")["input_ids"])
+    assert encode_completion(made, "a", f"b{END}") == encode_completion(made, "a", "b")
+
+
+def test_padding_by_the_end_token_keeps_the_end_tokens_label() -> None:
+    made = tokenizer(PLAIN)
+    rows = [encode_chat(made, CHAT[1:3]), encode_chat(made, CHAT)]
+    samples = [{"input_ids": ids, "labels": labels} for ids, labels in rows]
+    samples[0]["teacher_rows"], samples[1]["teacher_rows"] = ([5] * len(row[0]) for row in rows)
+    batch = collate(samples, pad_token_id=made.pad_token_id)
+    short = len(rows[0][0])
+    assert batch["labels"][0].tolist() == rows[0][1] + [IGNORED_LABEL] * (len(rows[1][0]) - short)
+    assert made.eos_token_id in batch["labels"][0, :short].tolist()
+    assert set(batch["input_ids"][0, short:].tolist()) == {made.eos_token_id}
+    assert batch["attention_mask"].sum(1).tolist() == [short, len(rows[1][0])]
+    assert batch["teacher_rows"][0].tolist() == [5] * short + [-1] * (len(rows[1][0]) - short)
+
+
+def test_plain_text_is_joined_cut_and_nothing_of_it_is_lost() -> None:
+    made = tokenizer(bos=True)
+    found = load_samples("python-help#12", made, seq_len=32)
+    assert found.statistics.rows == 12 and found.statistics.kind == "text"
+    assert {len(sample["input_ids"]) for sample in found.train + found.evaluation} == {32}
+    assert all(sample["labels"] == sample["input_ids"] for sample in found.train)
+    from pydoc_data.topics import topics
+
+    documents = [f"<s>{topics[name]}{END}" for name in sorted(topics)[:12]]
+    joined = texts(made, found.train)
+    whole = "".join(document for document in documents if document[3:80] in joined)
+    assert len(joined) > 1000 and whole.startswith(joined)
+    assert found.statistics.train_tokens == found.statistics.train_labels == 32 * len(found.train)
+
+
+def test_unpacked_text_keeps_the_rest_of_each_document(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "abcdefg"}, {"text": "xyz"}, {"text": "  "}])
+    made = tokenizer()
+    found = load_samples(source, made, seq_len=4, packing=False, evaluation_fraction=0)
+    assert [made.decode(sample["input_ids"]) for sample in found.train] == ["abcd", f"efg{END}", f"xyz{END}"]
+    assert found.statistics.empty_rows == 1
+
+
+def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"text": f"document {index} says nothing new"} for index in range(9)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    for index, row in enumerate(rows):
+        folder = tmp_path / "texts"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{index}.txt").write_text(row["text"])
+    made = tokenizer()
+    found = [
+        load_samples(str(tmp_path / name), made, seq_len=16) for name in ("a.jsonl", "b.json", "c.parquet", "texts")
+    ]
+    assert all(other.train == found[0].train and other.evaluation == found[0].evaluation for other in found)
+    assert load_samples(f"{tmp_path / 'a.jsonl'}#3", made, seq_len=8).statistics.rows == 3
+    assert load_samples(str(tmp_path / "a.jsonl"), made, seq_len=8, limit=2).statistics.rows == 2
+
+
+def load_turns(tmp_path: Path, rows: list[dict[str, Any]], seq_len: int = 256, **how: Any) -> Samples:
+    return load_samples(write_rows(tmp_path / "r.jsonl", rows), tokenizer(PLAIN), seq_len=seq_len, **how)
+
+
+def test_conversations_and_completions_make_one_sample_each(tmp_path: Path) -> None:
+    made = tokenizer(PLAIN)
+    turns = load_turns(tmp_path, [{"messages": CHAT}, {"messages": CHAT[1:3]}], evaluation_fraction=0)
+    assert [labelled_text(made, **by_name(sample)) for sample in turns.train] == [
+        [f"Hello.{END}", f"Ü 42{END}"],
+        [f"Hello.{END}"],
+    ]
+    pairs = load_turns(tmp_path, [{"prompt": "a", "completion": "b"}], evaluation_fraction=0)
+    assert labelled_text(made, **by_name(pairs.train[0])) == [f"b{END}"]
+    chats = load_turns(tmp_path, [{"prompt": CHAT[:4], "completion": CHAT[4:]}], evaluation_fraction=0)
+    assert labelled_text(made, **by_name(chats.train[0])) == [f"Ü 42{END}"]
+
+
+def by_name(sample: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {"ids": sample["input_ids"], "labels": sample["labels"]}
+
+
+def test_rows_that_lose_all_labels_are_counted(tmp_path: Path) -> None:
+    long = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "late"}]
+    found = load_turns(tmp_path, [{"messages": CHAT}, {"messages": long}], seq_len=128, evaluation_fraction=0)
+    assert (found.statistics.unlabelled_rows, found.statistics.cut_rows, len(found.train)) == (1, 1, 1)
+    with pytest.raises(UsageError, match="every label is masked: in none of 1 rows does the assistant speak"):
+        load_turns(tmp_path, [{"messages": long}], seq_len=128)
+
+
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=60), st.integers(0, 3), st.floats(0.01, 0.9))
+def test_no_row_is_on_both_sides_whatever_is_read(tmp_path_factory: Any, words: list[int], seed: int, share: float):
+    rows = [{"prompt": f"p{word}", "completion": "c"} for word in words]
+    path = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", rows)
+    made = tokenizer()
+    found, again = (load_samples(path, made, seq_len=64, seed=seed, evaluation_fraction=share) for _ in range(2))
+    kept, held_out = ({made.decode(s["input_ids"]) for s in side} for side in (found.train, found.evaluation))
+    assert not kept & held_out and len(found.train) + len(found.evaluation) == len(rows)
+    assert (again.train, again.evaluation) == (found.train, found.evaluation)
+    assert bool(held_out) == (len(set(words)) > 1)
+
+
+def test_a_single_document_is_divided_in_itself(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("0123456789" * 100)
+    found = load_samples(str(tmp_path / "one.txt"), tokenizer(), seq_len=10, evaluation_fraction=0.1)
+    assert (len(found.train), len(found.evaluation)) == (90, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{oops\n', r"a\.jsonl:2: is not valid JSON"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl:1: must be an object"),
+        ("a.json", '{"text": "a"}', "must hold a list of objects"),
+        ("a.parquet", "no parquet", "is not readable Parquet"),
+        ("a.jsonl", '{"body": "a", "id": 1}\n', "needs a column text, .*; it has body, id"),
+        ("a.jsonl", '{"text": ""}\n{"text": null}\n', "none of its 2 rows has any text"),
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", '{"text": "ab"}\n', "shorter than one sample of seq_len = 64"),
+        ("a.csv", "text\na\n", "a dataset file ends in"),
+    ],
+)
+def test_what_cannot_be_read_is_one_clear_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UsageError, match=said) as caught:
+        load_samples(str(path), tokenizer(), seq_len=64)
+    assert "\n" not in str(caught.value)
+
+
+def test_binary_text_and_empty_directories_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        load_samples(str(tmp_path), tokenizer(), seq_len=4)
+    (tmp_path / "x.txt").unlink()
+    with pytest.raises(UsageError, match="holds no file that ends in"):
+        load_samples(str(tmp_path), tokenizer(), seq_len=4)
+
+
+def test_names_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_source("org/data:part#70") == Source(name="org/data", config="part", limit=70)
+    assert parse_source("imdb") == Source(name="imdb")
+    odd = tmp_path / "odd#7.txt"
+    odd.write_text("text")
+    assert parse_source(str(odd)) == Source(name=str(odd))
+    for text, said in (
+        ("imdb#0", "at least 1"),
+        ("imdb#many", "at least 1"),
+        ("./none", "no such file"),
+        ("missing.jsonl", "no such file"),
+        ("a/b/c", "no such file"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            parse_source(text)
+    with pytest.raises(UsageError, match="only a Hub dataset has revisions"):
+        load_samples("python-help", tokenizer(), seq_len=8, revision="main")
+
+
+def test_the_hub_is_asked_for_configuration_split_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load_dataset(*names: Any, **how: Any) -> Any:
+        asked.append((names, how))
+        return iter([{"text": f"row {index} of many"} for index in range(50)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = load_samples("org/data:part#6", tokenizer(), seq_len=8, split="test", revision="abc")
+    assert asked == [(("org/data", "part"), {"split": "test", "revision": "abc", "streaming": True})]
+    assert found.statistics.rows == 6
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "said"),
+    [
+        ("DatasetNotFoundError", UsageError, "dataset = 'org/data': it is not there; check the id"),
+        ("ValueError", UsageError, "dataset = 'org/data': it is not there"),
+        ("ConnectionError", ShardwrightError, r"the Hub cannot be reached \(it is not there\)"),
+    ],
+)
+def test_what_the_hub_says_is_one_line(monkeypatch: pytest.MonkeyPatch, raised: str, kind: Any, said: str) -> None:
+    import builtins
+
+    import datasets
+
+    error = getattr(datasets.exceptions, raised, None) or getattr(builtins, raised)
+
+    def load_dataset(*names: Any, **how: Any) -> Any:
+        raise error("it is\nnot there")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(kind, match=said) as caught:
+        load_samples("org/data", tokenizer(), seq_len=8)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_beginning_of_a_text_is_the_tokenizers_own() -> None:
+    assert special_prefix(tokenizer()) == []
+    made = tokenizer(bos=True)
+    assert special_prefix(made) == [made.bos_token_id]

@@ -1,0 +1,479 @@
+"""Token losses against fp64 references that share no code with them, fused against plain, and their memory."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import UsageError
+from shardwright.plugins.byte_meter import ByteMeter
+from shardwright.plugins.output_heads import OutputHead
+from shardwright.trainers.distillation import fused_memory
+from shardwright.trainers.distillation.divergences import divergence_and_gradient, divergence_rows
+from shardwright.trainers.distillation.fused_loss import fused_token_loss
+from shardwright.trainers.distillation.fused_memory import fused_peak_bytes
+from shardwright.trainers.distillation.objective import HiddenTargets, LogitTargets, TokenObjective, TokenSums
+from shardwright.trainers.distillation.plain_loss import plain_token_loss
+from shardwright.trainers.distillation.top_k import top_k_divergence_rows, top_k_targets
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl", "total_variation")
+MIXTURE = 0.3
+WIDTH = 24
+MASKS = ("none", "partly", "one row", "all")
+
+
+def reference_divergence(kind: str, p: torch.Tensor, q: torch.Tensor, mixture: float = MIXTURE) -> torch.Tensor:
+    """Divergences as the papers print them, from probabilities."""
+
+    def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.where(a > 0, a * torch.log(a.clamp(min=1e-300) / b), 0.0).sum(-1)
+
+    if kind == "forward_kl":
+        return kl(p, q)
+    if kind == "reverse_kl":
+        return kl(q, p)
+    if kind == "jsd":
+        middle = mixture * p + (1 - mixture) * q
+        return mixture * kl(p, middle) + (1 - mixture) * kl(q, middle)
+    if kind == "skewed_kl":
+        return kl(p, mixture * p + (1 - mixture) * q)
+    if kind == "skewed_reverse_kl":
+        return kl(q, (1 - mixture) * p + mixture * q)
+    return (p - q).abs().sum(-1) / 2
+
+
+def reference_loss(
+    logits: torch.Tensor,
+    taught: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    objective: TokenObjective,
+    columns: int,
+) -> torch.Tensor:
+    """Row by row, in fp64."""
+    total = logits.sum() * 0.0
+    for z, t, label, weight in zip(logits, taught, labels.tolist(), weights.double(), strict=True):
+        if label == -100:
+            continue
+        exponentials = (z - z.max()).exp()
+        hard = -(exponentials[label] / exponentials.sum()).log()
+        softened = [(row[:columns] - row[:columns].max()) / objective.temperature for row in (t, z)]
+        p, q = (row.exp() / row.exp().sum() for row in softened)
+        soft = reference_divergence(objective.divergence, p, q)
+        total = total + weight * ((1 - objective.alpha) * hard + objective.alpha * objective.temperature**2 * soft)
+    return total
+
+
+def labels_of(mask: str, rows: int, columns: int) -> torch.Tensor:
+    labels = torch.randint(0, columns, (rows,))
+    hidden = {"none": [], "partly": [1, 4], "one row": [0, *range(2, rows)], "all": range(rows)}[mask]
+    labels[list(hidden)] = -100
+    return labels
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, relative: float, what: object) -> None:
+    error = (found.double() - expected.double()).norm()
+    assert error <= relative * expected.double().norm() + 1e-12, (what, float(error), float(expected.norm()))
+
+
+class Case:
+    """Hidden states and heads of two models in one dtype."""
+
+    def __init__(self, *, student: int, teacher: int, rows: int = 7, dtype: torch.dtype = torch.float32, **head: Any):
+        torch.manual_seed(student + teacher)
+        self.hidden = torch.randn(rows, WIDTH).to(dtype).requires_grad_()
+        self.weight = (torch.randn(student, WIDTH) * 0.4).to(dtype).requires_grad_(head.pop("trained", True))
+        self.bias = torch.randn(student).to(dtype).requires_grad_() if head.pop("bias", False) else None
+        self.head = OutputHead(weight_VH=self.weight, bias_V=self.bias, **head)
+        other = OutputHead(weight_VH=(torch.randn(teacher, WIDTH) * 0.4).to(dtype), **head)
+        self.targets = HiddenTargets(hidden_NH=torch.randn(rows, WIDTH).to(dtype), head=other)
+        self.weights = torch.rand(rows) + 0.5
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        every = (self.hidden, self.weight, self.bias)
+        return [leaf for leaf in every if leaf is not None and leaf.requires_grad]
+
+    def taught(self) -> LogitTargets:
+        return LogitTargets(logits_NV=self.targets.head.logits(self.targets.hidden_NH))
+
+    def plain(self, labels: torch.Tensor, objective: TokenObjective, targets: Any = None, **more: Any) -> TokenSums:
+        targets = self.taught() if targets is None else targets
+        return plain_token_loss(self.head.logits(self.hidden), labels, targets, objective, **more)
+
+    def fused(self, labels: torch.Tensor, objective: TokenObjective, targets: Any = None, **more: Any) -> TokenSums:
+        targets = self.targets if targets is None else targets
+        return fused_token_loss(self.hidden, self.head, labels, targets, objective, **more)
+
+    def gradients(self, sums: TokenSums) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(sums.loss * 0.125, self.leaves, allow_unused=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_loss_of_logits_meets_the_reference(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    sizes = ((211, 211, None), (211, 307, None), (307, 211, None), (307, 307, 199))
+    for tau, mask, (student, teacher, real) in product((1.0, 2.0, 4.0), MASKS, sizes):
+        columns = min(student, teacher, real or student)
+        objective = TokenObjective(alpha=0.7, temperature=tau, divergence=kind, mixture=MIXTURE, vocab_size=real)  # type: ignore[arg-type]
+        labels, weights = labels_of(mask, 6, columns), torch.rand(6) + 0.1
+        taught = (torch.randn(6, teacher) * 2).to(dtype)
+        logits = (torch.randn(6, student) * 2).to(dtype).float().requires_grad_()
+        sums = plain_token_loss(logits, labels, LogitTargets(logits_NV=taught), objective, weights_N=weights)
+        exact = logits.detach().double().requires_grad_()
+        expected = reference_loss(exact, taught.double(), labels, weights, objective, columns)
+        assert_near(sums.loss, expected, 1e-5, (kind, tau, mask, student, teacher, real))
+        (found,) = torch.autograd.grad(sums.loss, logits)
+        (wanted,) = torch.autograd.grad(expected, exact)
+        assert_near(found, wanted, 1e-4, (kind, tau, mask, student, teacher, real))
+        assert float(sums.weight) == pytest.approx(float(weights[labels != -100].sum()))
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "bias": {"bias": True},
+    "soft-cap": {"soft_cap": 3.0},
+    "scale": {"scale": 0.25},
+    "all": {"bias": True, "soft_cap": 3.0, "scale": 2.0},
+    "frozen": {"trained": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_loss_meets_the_reference_and_the_plain_loss(kind: str) -> None:
+    sizes = ((149, 149, None), (97, 149, None), (149, 97, None), (149, 120, 89))
+    grid = [(tau, "partly", size, {}) for tau in (1.0, 2.0, 4.0) for size in sizes]
+    grid += [(2.0, mask, sizes[0], {}) for mask in MASKS] + [(2.0, "partly", sizes[0], head) for head in HEADS.values()]
+    for tau, mask, (student, teacher, real), head in grid:
+        what = (kind, tau, mask, student, teacher, real, head)
+        case = Case(student=student, teacher=teacher, **head)
+        columns = min(student, teacher, real or student)
+        objective = TokenObjective(alpha=0.6, temperature=tau, divergence=kind, mixture=MIXTURE, vocab_size=real)  # type: ignore[arg-type]
+        labels = labels_of(mask, 7, columns)
+        plain = case.plain(labels, objective, weights_N=case.weights)
+        fused = case.fused(labels, objective, weights_N=case.weights, chunk_rows=3)
+        assert_near(fused.loss, plain.loss, 1e-6, what)
+        exact = [
+            None if t is None else t.detach().double().requires_grad_() for t in (case.hidden, case.weight, case.bias)
+        ]
+        head_64 = OutputHead(weight_VH=exact[1], bias_V=exact[2], scale=case.head.scale, soft_cap=case.head.soft_cap)
+        other = case.targets.head
+        other_64 = OutputHead(weight_VH=other.weight_VH.double(), scale=other.scale, soft_cap=other.soft_cap)
+        taught = other_64.logits(case.targets.hidden_NH.double())
+        expected = reference_loss(head_64.logits(exact[0]), taught, labels, case.weights, objective, columns)
+        assert_near(fused.loss, expected, 1e-5, what)
+        wanted = torch.autograd.grad(expected * 0.125, [t for t in exact if t is not None], allow_unused=True)
+        wanted_of = dict(
+            zip((id(t) for t in (case.hidden, case.weight, case.bias) if t is not None), wanted, strict=True)
+        )
+        for leaf, from_fused, from_plain in zip(case.leaves, case.gradients(fused), case.gradients(plain), strict=True):
+            assert_near(from_fused, wanted_of[id(leaf)], 1e-4, what)
+            assert_near(from_fused, from_plain, 3e-6, what)
+
+
+def sums_of(sums: TokenSums) -> dict[str, float]:
+    return {name: float(value.detach()) for name, value in vars(sums).items() if value is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_and_plain_agree_in_every_dtype_whatever_the_chunks(dtype: torch.dtype) -> None:
+    for tau, telemetry, head in product((1.0, 2.0), (True, False), ({}, HEADS["all"])):
+        case = Case(student=131, teacher=149, rows=23, dtype=dtype, **head)
+        objective = TokenObjective(temperature=tau, divergence="jsd")
+        labels = labels_of("partly", 23, 131)
+        plain = case.plain(labels, objective, telemetry=telemetry)
+        from_plain = case.gradients(plain)
+        for chunk_rows in (1, 4, 23, None):
+            fused = case.fused(labels, objective, chunk_rows=chunk_rows, telemetry=telemetry)
+            assert sums_of(fused) == pytest.approx(sums_of(plain), rel=2e-6 if dtype == torch.float32 else 1e-3)
+            assert (fused.overlap is not None) is telemetry
+            rounding = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+            for mine, other in zip(case.gradients(fused), from_plain, strict=True):
+                assert mine.dtype == dtype
+                assert_near(mine, other, rounding, (tau, telemetry, head, chunk_rows))
+
+
+def test_bf16_gradients_are_not_off_by_a_rounded_factor() -> None:
+    case = Case(student=600, teacher=600, rows=64, dtype=torch.bfloat16)
+    labels, objective = torch.randint(0, 600, (64,)), TokenObjective()
+    factor = 1 / 761
+    assert float(torch.tensor(factor).bfloat16()) != pytest.approx(factor, rel=1e-3)
+    (one,) = torch.autograd.grad(case.fused(labels, objective).loss, case.hidden)
+    (scaled,) = torch.autograd.grad(case.fused(labels, objective).loss * factor, case.hidden)
+    slope = (scaled.double() * one.double()).sum() / one.double().square().sum()
+    assert float(slope) == pytest.approx(factor, rel=5e-4)
+
+
+def test_autocast_and_tied_embeddings() -> None:
+    torch.manual_seed(0)
+    embedding = torch.randn(61, WIDTH).requires_grad_()
+    ids, labels = torch.randint(0, 61, (9,)), torch.randint(0, 61, (9,))
+    taught = LogitTargets(logits_NV=torch.randn(9, 61))
+    found = []
+    for fused in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden, head = embedding[ids].tanh(), OutputHead(weight_VH=embedding)
+            if fused:
+                sums = fused_token_loss(hidden, head, labels, taught, TokenObjective(), chunk_rows=4)
+            else:
+                sums = plain_token_loss(head.logits(hidden), labels, taught, TokenObjective())
+        found.append((sums.loss, *torch.autograd.grad(sums.loss, embedding)))
+    assert_near(found[0][0], found[1][0], 1e-6, "loss")
+    assert found[0][1].dtype == torch.float32
+    assert_near(found[0][1], found[1][1], 1e-2, "gradient of the tied weight")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), distance=st.sampled_from([0.0, 1e-4, 1e-2, 0.3]), columns=st.sampled_from([3, 97, 1100])
+)
+def test_divergences_of_bf16_logits_are_never_negative(seed: int, distance: float, columns: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    taught = (torch.randn(4, columns, generator=draw) * 4).bfloat16()
+    logits = (taught.float() + distance * torch.randn(4, columns, generator=draw)).bfloat16()
+    log_q, log_p = (tensor.float().log_softmax(-1) for tensor in (logits, taught))
+    for kind in KINDS:
+        value = divergence_rows(kind, log_q, log_p, MIXTURE)  # type: ignore[arg-type]
+        assert (value >= 0).all()
+        p, q = (tensor.double().softmax(-1) for tensor in (taught, logits))
+        # The total variation alone is of first order in the rounding of the logarithms.
+        rounding = 1e-6 if kind == "total_variation" else 1e-10
+        assert torch.allclose(value.double(), reference_divergence(kind, p, q), rtol=1e-4, atol=rounding), kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_formulas_of_gradients_meet_autograd_in_fp64(kind: Any) -> None:
+    torch.manual_seed(2)
+    z = torch.randn(5, 41, dtype=torch.float64, requires_grad=True)
+    log_p = (torch.randn(5, 41, dtype=torch.float64) * 2).log_softmax(-1)
+    for mixture in (0.1, 0.5, 0.9):
+        value, gradient = divergence_and_gradient(kind, z.detach().log_softmax(-1), log_p, mixture)
+        expected = reference_divergence(kind, log_p.exp(), z.softmax(-1), mixture)
+        assert torch.allclose(value, expected, rtol=1e-12)
+        assert torch.allclose(gradient, torch.autograd.grad(expected.sum(), z)[0], rtol=1e-9, atol=1e-14)
+        by_rows = divergence_rows(kind, z.log_softmax(-1), log_p, mixture).sum()
+        assert torch.allclose(gradient, torch.autograd.grad(by_rows, z)[0], rtol=1e-9, atol=1e-14)
+    if kind != "total_variation":
+        assert torch.autograd.gradcheck(lambda x: divergence_rows(kind, x.log_softmax(-1), log_p, MIXTURE), z)
+
+
+def test_columns_without_mass_cost_nothing() -> None:
+    logits = torch.randn(3, 50)
+    logits[:, 40:] = float("-inf")
+    for kind in KINDS:
+        log_p = logits.log_softmax(-1)
+        value, gradient = divergence_and_gradient(kind, log_p, log_p, MIXTURE)  # type: ignore[arg-type]
+        assert (value >= 0).all() and float(value.max()) < 1e-12
+        assert gradient.isfinite().all() and float(gradient.abs().max()) < 1e-7
+    one_sided = divergence_rows("forward_kl", torch.zeros(1, 2).log_softmax(-1), torch.tensor([[0.0, -torch.inf]]), 0.5)
+    assert float(one_sided) == pytest.approx(0.6931472)
+
+
+def test_jsd_goes_over_into_kl_only_when_divided_by_its_weight() -> None:
+    torch.manual_seed(3)
+    log_p, log_q = torch.randn(2, 1, 60).double().log_softmax(-1)
+    forward = float(divergence_rows("forward_kl", log_q, log_p, 0.5))
+    reverse = float(divergence_rows("reverse_kl", log_q, log_p, 0.5))
+    assert float(divergence_rows("jsd", log_q, log_p, 1e-6)) / 1e-6 == pytest.approx(forward, rel=1e-3)
+    assert float(divergence_rows("jsd", log_q, log_p, 1 - 1e-6)) / 1e-6 == pytest.approx(reverse, rel=1e-3)
+
+
+def test_equal_models_with_padded_vocabularies_do_not_diverge() -> None:
+    torch.manual_seed(4)
+    hidden, weight = torch.randn(8, WIDTH), torch.randn(1519, WIDTH)
+    padded = torch.cat([weight, torch.randn(128, WIDTH)])
+    labels = torch.randint(0, 1519, (8,))
+    for kind, (own, other) in product(KINDS, ((weight, padded), (padded, weight), (padded, padded))):
+        head = OutputHead(weight_VH=own.clone().requires_grad_())
+        targets = HiddenTargets(hidden_NH=hidden, head=OutputHead(weight_VH=other))
+        objective = TokenObjective(alpha=1.0, divergence=kind, temperature=2.0, vocab_size=1519)  # type: ignore[arg-type]
+        sums = fused_token_loss(hidden, head, labels, targets, objective)
+        assert 0.0 <= float(sums.loss.detach()) < 1e-9
+        assert (float(sums.agreement), float(sums.weight)) == (8.0, 8.0)
+        assert float(sums.overlap) == pytest.approx(8.0, rel=1e-5)
+
+
+def test_telemetry_is_what_it_says() -> None:
+    case = Case(student=149, teacher=120, rows=11)
+    labels = labels_of("partly", 11, 149)
+    labels[0] = 130  # known to the student alone
+    objective = TokenObjective(temperature=3.0, divergence="reverse_kl", vocab_size=110)
+    kept = labels != -100
+    logits, taught = case.head.logits(case.hidden).detach()[kept], case.taught().logits_NV[kept]
+    p, q = (x[:, :110].double().softmax(-1) for x in (taught, logits))
+    soft_p, soft_q = ((x[:, :110].double() / 3).softmax(-1) for x in (taught, logits))
+    known = labels[kept] < 110
+    expected = {
+        "divergence": reference_divergence("reverse_kl", soft_p, soft_q).sum(),
+        "forward_kl": reference_divergence("forward_kl", p, q).sum(),
+        "agreement": (p.argmax(-1) == q.argmax(-1)).sum(),
+        "overlap": torch.minimum(p, q).sum(),
+        "student_cross_entropy": -logits.double().log_softmax(-1)[range(len(logits)), labels[kept]].sum(),
+        "teacher_cross_entropy": -p[known].log()[range(int(known.sum())), labels[kept][known]].sum(),
+        "nonfinite_teacher_rows": torch.zeros(()),
+        "weight": kept.sum(),
+    }
+    for sums in (case.plain(labels, objective), case.fused(labels, objective, chunk_rows=2)):
+        found = sums_of(sums)
+        found.pop("loss")
+        assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+
+
+def test_teacher_rows_that_are_not_numbers_are_counted() -> None:
+    case = Case(student=50, teacher=50, rows=6)
+    labels = torch.randint(0, 50, (6,))
+    labels[5] = -100
+    logits = case.taught().logits_NV.detach().clone()
+    logits[0, 7], logits[2, 3], logits[3, :5], logits[5, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
+    for telemetry in (True, False):
+        for call in (case.plain, case.fused):
+            sums = call(labels, TokenObjective(), LogitTargets(logits_NV=logits), telemetry=telemetry)
+            assert float(sums.nonfinite_teacher_rows) == 2.0
+
+
+def test_without_teacher_or_divergence_it_is_cross_entropy() -> None:
+    case = Case(student=70, teacher=70)
+    labels = labels_of("partly", 7, 70)
+    logits = case.head.logits(case.hidden)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    (wanted,) = torch.autograd.grad(expected, case.weight)
+    alone = fused_token_loss(case.hidden, case.head, labels, None, TokenObjective(alpha=0.0))
+    for sums in (alone, case.fused(labels, TokenObjective(alpha=0.0)), case.plain(labels, TokenObjective(alpha=0.0))):
+        assert_near(sums.loss, expected, 1e-6, "value")
+        assert_near(torch.autograd.grad(sums.loss, case.weight)[0], wanted, 3e-6, "gradient")
+    assert alone.divergence is None
+
+
+def test_no_gradient_is_computed_where_none_is_wanted() -> None:
+    case = Case(student=70, teacher=70)
+    labels, objective = labels_of("none", 7, 70), TokenObjective()
+    with torch.no_grad():
+        evaluated = case.fused(labels, objective, telemetry=False)
+    assert not evaluated.loss.requires_grad
+    assert evaluated.loss == case.fused(labels, objective).loss
+    frozen = Case(student=4000, teacher=4, rows=2, trained=False)
+    with ByteMeter() as meter:
+        meter.label([frozen.weight], "other")
+        before = meter.reading().current_bytes
+        meter.enter("forward")
+        frozen.fused(labels_of("none", 2, 4), objective, chunk_rows=1)
+    assert meter.reading().peak_bytes - before < 4 * 4000 * WIDTH, "a frozen head needs no gradient as large as it"
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    case = Case(student=70, teacher=70)
+    sums = case.fused(labels_of("none", 7, 70), TokenObjective())
+    sums.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="frees its gradients"):
+        sums.loss.backward()
+
+
+@pytest.mark.parametrize("label", [70, -1])
+def test_labels_that_are_no_columns_are_refused(label: int) -> None:
+    case = Case(student=70, teacher=90)
+    labels = torch.tensor([0, 1, label, 3, -100, 5, 6])
+    for call in (case.plain, case.fused):
+        with pytest.raises(UsageError, match=rf"labels.*{label}"):
+            call(labels, TokenObjective())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_is_the_divergence_over_bins(kind: Any) -> None:
+    for k, tau in ((1, 1.0), (8, 2.0), (60, 1.0)):
+        case = Case(student=73, teacher=60, rows=9)
+        objective = TokenObjective(alpha=0.8, temperature=tau, divergence=kind, mixture=MIXTURE, vocab_size=60)
+        labels = labels_of("partly", 9, 60)
+        targets = top_k_targets(case.taught().logits_NV.detach(), k, tau, vocab_size=60)
+        exact = case.head.logits(case.hidden).detach().double().requires_grad_()
+        p = (case.taught().logits_NV.double()[:, :60] / tau).softmax(-1)
+        q = (exact[:, :60] / tau).softmax(-1)
+        order = p.argsort(dim=-1, descending=True)
+        p, q = p.gather(1, order), q.gather(1, order)
+        soft = reference_divergence(kind, *(torch.cat([x[:, :k], x[:, k:].sum(-1, keepdim=True)], 1) for x in (p, q)))
+        if k == 60:
+            soft = reference_divergence(kind, p, q)
+        hard = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+        expected = ((0.2 * hard + 0.8 * tau**2 * soft) * (labels != -100)).sum()
+        plain, fused = case.plain(labels, objective, targets), case.fused(labels, objective, targets, chunk_rows=2)
+        (wanted,) = torch.autograd.grad(expected, exact)
+        for sums in (plain, fused):
+            assert_near(sums.loss, expected, 1e-5, (kind, k, tau))
+            assert_near(
+                torch.autograd.grad(sums.loss, case.hidden)[0], wanted @ case.weight.double(), 1e-4, (kind, k, tau)
+            )
+        assert sums_of(fused) == pytest.approx(sums_of(plain), rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), k=st.integers(1, 40))
+def test_top_k_is_a_lower_bound_and_zero_for_equal_models(seed: int, k: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    taught, logits = torch.randn(2, 3, 40, generator=draw) * 5
+    targets = top_k_targets(taught, k, 1.0)
+    for kind in KINDS:
+        dense = divergence_rows(kind, logits.log_softmax(-1), taught.log_softmax(-1), MIXTURE)  # type: ignore[arg-type]
+        binned = top_k_divergence_rows(kind, logits.log_softmax(-1), targets, MIXTURE)  # type: ignore[arg-type]
+        assert (binned <= dense * (1 + 1e-5) + 1e-6).all()
+        equal = top_k_divergence_rows(kind, taught.log_softmax(-1), targets, MIXTURE)  # type: ignore[arg-type]
+        assert (equal.abs() < 1e-6).all()
+
+
+def test_a_tail_far_below_one_keeps_its_digits() -> None:
+    taught = torch.tensor([[30.0, 29.0, -4.0, -5.0]])
+    targets = top_k_targets(taught, 2, 1.0)
+    expected = taught.double().log_softmax(-1)[:, 2:].logsumexp(-1)
+    assert torch.allclose(targets.tail_log_probability_N.double(), expected, rtol=1e-6)
+    assert top_k_targets(taught, 9, 1.0).tail_log_probability_N.tolist() == [-torch.inf]
+
+
+def test_top_k_that_does_not_belong_is_refused() -> None:
+    case = Case(student=70, teacher=90)
+    labels, logits = labels_of("none", 7, 70), torch.randn(7, 90)
+    logits[3, 88] = 50.0
+    for call in (case.plain, case.fused):
+        with pytest.raises(UsageError, match=r"2\.0.*1\.0"):
+            call(labels, TokenObjective(temperature=2.0), top_k_targets(logits, 4, 1.0, 70))
+        with pytest.raises(UsageError, match=r"88.*70.*vocab_size=70"):
+            call(labels, TokenObjective(), top_k_targets(logits, 4, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fused_memory.BLOCK_BYTES, "cpu", 40_000)
+    sizes = ((256, 64, 1000), (100, 128, 9000), (40, 512, 900))
+    for (rows, width, columns), trains, chunk, cap in product(sizes, (True, False), (None, 32), (None, 5.0)):
+        hidden = torch.randn(rows, width).to(dtype).requires_grad_()
+        head = OutputHead(weight_VH=torch.randn(columns, width).to(dtype).requires_grad_(trains), soft_cap=cap)
+        other = OutputHead(weight_VH=torch.randn(columns, width).to(dtype), soft_cap=cap)
+        targets = HiddenTargets(hidden_NH=torch.randn(rows, width).to(dtype), head=other)
+        labels = torch.randint(0, columns, (rows,))
+        with ByteMeter() as meter:
+            meter.label([hidden, head.weight_VH, other.weight_VH, targets.hidden_NH, labels], "other")
+            before = meter.reading().current_bytes
+            meter.enter("forward")
+            sums = fused_token_loss(hidden, head, labels, targets, TokenObjective(temperature=2.0), chunk_rows=chunk)
+            meter.enter("backward")
+            sums.loss.backward()
+        expected = fused_peak_bytes(
+            rows=rows,
+            hidden_width=width,
+            columns=columns,
+            element_bytes=dtype.itemsize,
+            teacher_element_bytes=dtype.itemsize,
+            trains_head=trains,
+            soft_cap=cap is not None,
+            chunk_rows=chunk,
+            device="cpu",
+        )
+        assert meter.reading().peak_bytes - before == pytest.approx(expected, rel=0.01), (rows, width, trains, cap)
+
+
+def test_peak_bytes_at_full_size() -> None:
+    full = {"rows": 8192, "hidden_width": 4096, "columns": 128_256}
+    assert fused_peak_bytes(**full, device="cpu") <= fused_peak_bytes(**full, device="cuda") <= 3.5e9
+    assert fused_peak_bytes(**full, trains_head=False) <= 1.2e9

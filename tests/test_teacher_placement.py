@@ -1,0 +1,294 @@
+"""Where a teacher lives: planned with its memory and reason, and placed on one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import llama, public_model
+from shardwright.cli.main import run
+from shardwright.ds_configs.distillation_memory import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    HEAD_ROWS,
+    TEACHER_ZERO,
+    distillation_loss_terms,
+    fused_temporary_bytes,
+    teacher_gpu_bytes,
+    teacher_terms,
+)
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.memory import estimate_memory
+from shardwright.ds_configs.plan import Plan, PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.strategy import Strategy
+from shardwright.ds_configs.teacher_choice import PLACEMENTS
+from shardwright.ds_configs.zero3_gathers import forward_gathered_elements
+
+LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
+LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
+LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
+MODELS = Path(__file__).parent / "data" / "models"
+ZERO2 = Strategy(engine="deepspeed", zero_stage=2, dp_shard=8)
+
+
+def placed(placement: str, **changes: Any) -> TrainingJob:
+    return TrainingJob(teacher=LLAMA_8B, teacher_placement=placement, **changes)  # type: ignore[arg-type]
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("student", "teacher", "hardware", "expected"),
+        [
+            (LLAMA_1B, LLAMA_8B, "8xH100-80GB", "replica"),
+            (LLAMA_8B, LLAMA_8B, "8xH100-80GB", "replica"),
+            (LLAMA_8B, LLAMA_70B, "8xH100-80GB", "sharded"),
+            (LLAMA_1B, LLAMA_70B, "1xH100-80GB", "offloaded"),
+        ],
+    )
+    def test_the_first_placement_that_fits_is_taken(self, student, teacher, hardware, expected):
+        chosen = make_plan(student, parse_hardware(hardware), TrainingJob(teacher=teacher)).chosen
+        assert chosen.teacher is not None
+        assert chosen.teacher.placement == expected
+        assert chosen.memory.fits
+        order = ("replica", "sharded", "offloaded")
+        fits = {cost.placement: cost.fits for cost in chosen.teacher.alternatives}
+        assert not any(fits.get(earlier, False) for earlier in order[: order.index(expected)])
+
+    def test_all_other_placements_are_listed_with_bytes_and_reasons(self):
+        chosen = make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), TrainingJob(teacher=LLAMA_70B)).chosen
+        assert chosen.teacher is not None
+        costs = {cost.placement: cost for cost in chosen.teacher.alternatives}
+        assert {chosen.teacher.placement, *costs} == set(PLACEMENTS)
+        whole = 2 * LLAMA_70B.parameter_count
+        assert "218.5 of 84.9 GB" in chosen.teacher.reason
+        assert costs["replica"].gpu_bytes > whole > costs["quantized"].gpu_bytes > 0.25 * whole
+        assert whole < costs["offloaded"].host_bytes < 1.2 * whole
+        assert costs["cached"].gpu_bytes < 10**8
+        assert all(cost.reason for cost in costs.values())
+
+    @pytest.mark.parametrize("placement", PLACEMENTS)
+    def test_a_placement_that_is_asked_for_is_the_only_one_tried(self, placement):
+        job = TrainingJob(teacher=LLAMA_8B, teacher_placement=placement)
+        plan = make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), job)
+        assert plan.chosen.teacher is not None
+        assert plan.chosen.teacher.placement == placement
+        assert "you asked for" in plan.chosen.teacher.reason
+
+    def test_without_a_teacher_nothing_is_placed(self):
+        assert make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), TrainingJob()).chosen.teacher is None
+
+    def test_one_accelerator_has_nobody_to_share_with(self):
+        with pytest.raises(UsageError, match="teacher_placement = 'sharded': shards over ranks"):
+            make_plan(LLAMA_1B, parse_hardware("1xH100-80GB"), placed("sharded"))
+
+    def test_a_plan_that_does_not_fit_suggests_other_placements(self):
+        with pytest.raises(PlanDoesNotFitError) as caught:
+            job = TrainingJob(teacher=LLAMA_70B, teacher_placement="replica")
+            make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), job)
+        assert "--teacher-placement auto" in {suggestion.change for suggestion in caught.value.suggestions}
+
+    def test_the_command_line_prints_and_stores_it(self, tmp_path, capsys):
+        student, teacher = (str(MODELS / f"meta-llama--Llama-3.{name}") for name in ("2-1B", "1-8B"))
+        line = ["plan", student, "--hardware", "8xH100-80GB", "--teacher", teacher, "--teacher-placement", "sharded"]
+        assert run([*line, "--output-dir", str(tmp_path / "plan")]) == 0
+        assert "sharded" in capsys.readouterr().out
+        data = json.loads((tmp_path / "plan" / "plan.json").read_text())
+        assert data["job"]["teacher_placement"] == "sharded"
+        chosen = data["chosen"]["teacher"]
+        assert chosen.keys() == {"placement", "reason", "gpu_bytes", "host_bytes", "alternatives"}
+        assert json.loads(json.dumps(Plan.load(tmp_path / "plan").to_dict())) == data
+        assert "shardwright distill" in (tmp_path / "plan" / "launch.sh").read_text()
+
+    def test_a_placement_without_a_teacher_is_refused(self, capsys):
+        line = ["plan", str(MODELS / "meta-llama--Llama-3.2-1B"), "--hardware", "8xH100-80GB"]
+        assert run([*line, "--teacher-placement", "sharded"]) == 2
+        assert "give --teacher too" in capsys.readouterr().err
+
+
+class TestMemory:
+    def test_weights_on_one_accelerator(self):
+        count = LLAMA_8B.parameter_count
+        weights = {
+            placement: teacher_terms(ZERO2, placed(placement))["step"].get("teacher_weights", 0)
+            - LLAMA_8B.buffer_bytes * (placement != "cached")
+            for placement in PLACEMENTS
+        }
+        linear = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+        four_bit = (0.5 + 1 / 64 + 4 / (64 * 256)) * linear + 2 * (count - linear)
+        assert weights == {
+            "replica": 2 * count,
+            "sharded": 2 * count // 8,
+            "offloaded": 0,
+            "quantized": pytest.approx(four_bit, abs=1),
+            "cached": 0,
+        }
+
+    def test_fsdp2_keeps_the_root_unit_and_two_layers(self):
+        fsdp2 = Strategy(engine="fsdp2", dp_shard=8)
+        gathered = teacher_terms(fsdp2, placed("sharded"))["teacher_forward"]["teacher_gathered"]
+        layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
+        assert gathered == 2 * (2 * 128256 * 4096 + 4096 + 2 * layer)
+
+    def test_zero3_gathers_within_its_window(self):
+        """A forward pass alone: what prefetch ran ahead to, and one tensor that oversteps the limit."""
+        live = TEACHER_ZERO.stage3_max_live_parameters
+        gathered = forward_gathered_elements(LLAMA_70B, TEACHER_ZERO)
+        assert 8192 * 28672 < gathered < live + 128256 * 8192
+        small = llama(num_hidden_layers=2)
+        assert forward_gathered_elements(small, TEACHER_ZERO) <= small.parameter_count
+
+    def test_the_teacher_runs_before_the_student(self):
+        terms = teacher_terms(ZERO2, placed("sharded"))
+        assert terms["teacher_forward"].keys() >= {"teacher_activations", "teacher_gathered"}
+        for moment, found in terms.items():
+            if moment != "teacher_forward":
+                assert not found.keys() & {"teacher_activations", "teacher_gathered"}, moment
+        kept = {moment for moment, found in terms.items() if "teacher_hidden_states" in found}
+        assert kept == {"last_layer_forward", "forward_end"}
+
+    def test_no_logits_of_all_tokens_exist(self):
+        job = placed("replica", micro_batch_size=4)
+        strategy = replace(ZERO2, micro_batch_size=4, gradient_checkpointing=True)
+        with_teacher = estimate_memory(strategy, LLAMA_8B, parse_hardware("8xH100-80GB"), job).gpu.phases
+        alone = estimate_memory(
+            strategy, LLAMA_8B, parse_hardware("8xH100-80GB"), replace(job, teacher=None)
+        ).gpu.phases
+        logits = 4 * 4096 * 128256
+        assert with_teacher["loss"] - alone["loss"] < 2 * LLAMA_8B.parameter_count - 4 * logits
+
+    def test_a_frozen_head_has_no_gradient(self):
+        for method, has in (("full", True), ("lora", False), ("qlora", False)):
+            terms = distillation_loss_terms(ZERO2, LLAMA_8B, placed("replica", method=method))
+            assert ("head_gradient" in terms["forward_end"]) is has
+
+    @settings(deadline=None, max_examples=40)
+    @given(
+        placement=st.sampled_from(PLACEMENTS),
+        ranks=st.sampled_from([2, 4, 8, 64]),
+        micro_batch=st.integers(1, 8),
+        seq_len=st.sampled_from([128, 1024, 8192]),
+        engine=st.sampled_from(["deepspeed", "ddp", "fsdp2"]),
+    )
+    def test_more_ranks_never_cost_more_and_more_tokens_never_less(
+        self, placement, ranks, micro_batch, seq_len, engine
+    ):
+        job = placed(placement, seq_len_tokens=seq_len)
+        stage = 1 if engine == "deepspeed" else None
+        small = Strategy(engine=engine, zero_stage=stage, dp_shard=ranks, micro_batch_size=micro_batch)
+        more = replace(small, dp_shard=2 * ranks)
+        assert 0 < teacher_gpu_bytes(more, job) <= teacher_gpu_bytes(small, job)
+        assert teacher_gpu_bytes(replace(small, micro_batch_size=micro_batch + 1), job) >= teacher_gpu_bytes(small, job)
+
+
+class TestFusedLoss:
+    """The plan's formula against the loss itself."""
+
+    def test_sizes_of_its_pieces(self):
+        from shardwright.trainers.distillation import fused_memory
+
+        assert fused_memory.CHUNK_BYTES == CHUNK_BYTES
+        assert fused_memory.BLOCK_BYTES["cuda"] == BLOCK_BYTES
+        assert fused_memory.HEAD_ROWS == HEAD_ROWS
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+    @pytest.mark.parametrize("method", ["full", "lora"])
+    @pytest.mark.parametrize(("vocab", "hidden", "tokens"), [(128_256, 4096, 8192), (32_000, 512, 300), (1000, 64, 7)])
+    def test_the_formula_is_that_of_the_loss(self, precision, method, vocab, hidden, tokens):
+        from shardwright.trainers.distillation.fused_memory import fused_peak_bytes
+
+        student = llama(hidden_size=hidden, vocab_size=vocab)
+        job = TrainingJob(teacher=student, precision=precision, method=method, seq_len_tokens=tokens)
+        loss = distillation_loss_terms(ZERO2, student, job)
+        hidden_gradient = job.compute_bytes * tokens * hidden
+        backward = hidden_gradient + 32 * tokens + loss["loss_backward"].get("head_gradient", 0)
+        expected = fused_peak_bytes(
+            rows=tokens,
+            hidden_width=hidden,
+            columns=vocab,
+            element_bytes=job.compute_bytes,
+            teacher_element_bytes=job.compute_bytes,
+            trains_head=method == "full",
+            soft_cap=True,
+        )
+        assert max(sum(loss["forward_end"].values()), backward) == pytest.approx(expected, rel=0.03)
+
+    @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "skewed_kl", "total_variation"])
+    @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+    def test_metered_bytes_are_those_of_the_plan(self, divergence: Any, precision: Any) -> None:
+        import torch
+        from shardwright.plugins.byte_meter import ByteMeter
+        from shardwright.plugins.output_heads import OutputHead
+        from shardwright.trainers.distillation.fused_loss import fused_token_loss
+        from shardwright.trainers.distillation.fused_memory import BLOCK_BYTES as BLOCKS
+        from shardwright.trainers.distillation.objective import HiddenTargets, TokenObjective
+
+        tokens, hidden, taught_hidden, vocab = 96, 32, 48, 20_000
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        objective = TokenObjective(alpha=0.5, temperature=2.0, divergence=divergence, mixture=0.5)
+        with ByteMeter() as meter:
+            states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+            weight = torch.randn(vocab, hidden, dtype=dtype, requires_grad=True)
+            taught = torch.randn(tokens, taught_hidden, dtype=dtype)
+            head = OutputHead(weight_VH=torch.randn(vocab, taught_hidden, dtype=dtype))
+            labels = torch.randint(0, vocab, (tokens,))
+            before = meter.reading().current_bytes
+            meter.enter("loss")
+            targets = HiddenTargets(hidden_NH=taught, head=head)
+            sums = fused_token_loss(states, OutputHead(weight_VH=weight), labels, targets, objective)
+            meter.enter("backward")
+            sums.loss.backward()
+        student = llama(hidden_size=hidden, vocab_size=vocab)
+        job = TrainingJob(teacher=llama(hidden_size=taught_hidden, vocab_size=vocab), precision=precision)
+        job = replace(job, seq_len_tokens=tokens)
+        terms = distillation_loss_terms(ZERO2, student, job)
+        assert job.teacher is not None
+        on_gpu = fused_temporary_bytes(student, job.teacher, tokens, job)
+        on_cpu = fused_temporary_bytes(student, job.teacher, tokens, job, block_bytes=BLOCKS["cpu"])
+        planned = sum(terms["forward_end"].values()) - on_gpu + on_cpu
+        assert 0.8 * planned < meter.reading().peaks["loss"] - before <= planned * 1.01
+        assert meter.reading().peaks["backward"] - before <= sum(terms["loss_backward"].values()) * 1.01
+
+
+class TestOnOneProcess:
+    @pytest.fixture
+    def directory(self, tiny_llama: Path) -> str:
+        return str(tiny_llama)
+
+    @pytest.mark.parametrize("placement", ["replica", "sharded", "offloaded", "quantized"])
+    def test_answers_are_those_of_the_model(self, directory: str, placement: Any) -> None:
+        import torch
+        from accelerate import Accelerator
+        from shardwright.plugins.teacher_placement import load_teacher, place_teacher
+        from transformers import AutoModelForCausalLM
+
+        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        loaded = load_teacher(directory, placement=placement, dtype=torch.float32, engine="single")
+        placed = place_teacher(loaded, placement, accelerator=Accelerator(cpu=True))
+        ids = torch.arange(2, 18).reshape(2, 8)
+        with torch.no_grad():
+            expected = whole(input_ids=ids).logits
+        logits = placed(input_ids=ids).logits
+        assert not logits.requires_grad
+        assert not any(module.training for module in placed.model.modules())
+        if placement == "quantized":
+            assert 0 < float((logits - expected).norm() / expected.norm()) < 0.3
+        else:
+            assert float((logits - expected).abs().max()) < 1e-5
+        with placed.gathered_head() as head:
+            assert torch.equal(head.weight_VH, whole.lm_head.weight)
+
+    def test_a_cached_teacher_is_no_model(self, directory: str) -> None:
+        from accelerate import Accelerator
+        from shardwright.plugins.teacher_placement import load_teacher, place_teacher
+
+        with pytest.raises(UsageError, match="there is nothing to load"):
+            load_teacher(directory, placement="cached")
+        with pytest.raises(UsageError, match="takes a TeacherCache"):
+            place_teacher(load_teacher(directory), "cached", accelerator=Accelerator(cpu=True))

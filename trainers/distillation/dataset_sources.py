@@ -1,0 +1,177 @@
+"""Rows of a dataset from wherever it lies: the Hub, files on this machine, or Python's own help topics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.errors import Fault, ShardwrightError, UsageError
+
+PYTHON_HELP = "python-help"
+"""Names the topics of Python's own help, which every installation holds."""
+SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where rows come from: what a user wrote as `ID[:config][#N]`."""
+
+    name: str
+    """Hub id, path, or `python-help`."""
+    config: str | None = None
+    """Configuration of a Hub dataset; `None`: its only or default one."""
+    limit: int | None = None
+    """Rows to read; `None`: all."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing has to be fetched."""
+        return self.name == PYTHON_HELP or Path(self.name).exists()
+
+
+def parse_source(text: str) -> Source:
+    """Split ``ID[:config][#N]``; a path that exists is taken as it is.
+
+    Raises:
+        UsageError: N is no count, or the name is neither a path nor shaped like a Hub id.
+
+    >>> parse_source("Salesforce/wikitext:wikitext-2-raw-v1#500")
+    Source(name='Salesforce/wikitext', config='wikitext-2-raw-v1', limit=500)
+    """
+    if Path(text).exists():
+        return Source(name=text)
+    rest, mark, count = text.rpartition("#")
+    limit = None
+    if mark:
+        if not count.isdecimal() or int(count) < 1:
+            rule, fix = "what follows # is the number of rows to read, at least 1", "such as imdb#2000"
+            raise UsageError(Fault(where="dataset", value=text, rule=rule, fix=fix))
+        text, limit = rest, int(count)
+    if text == PYTHON_HELP or Path(text).exists():
+        return Source(name=text, limit=limit)
+    name, _, config = text.partition(":")
+    if name.startswith((".", "/", "~")) or name.endswith(SUFFIXES) or name.count("/") > 1 or not name:
+        rule = "no such file or directory"
+        raise UsageError(Fault(where="dataset", value=text, rule=rule, fix=f"or a Hub id, or {PYTHON_HELP}"))
+    return Source(name=name, config=config or None, limit=limit)
+
+
+def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
+    """Yield the rows of a source, at most its limit.
+
+    Raises:
+        UsageError: nothing of that name, configuration or split exists, or a file cannot be read as rows.
+        ShardwrightError: the Hub cannot be reached.
+    """
+    if revision is not None and source.is_local:
+        raise UsageError(Fault(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
+    if source.name == PYTHON_HELP:
+        rows = _help_topics()
+    elif source.is_local:
+        rows = (row for path in _files(Path(source.name)) for row in _file_rows(path))
+    else:
+        rows = _hub_rows(source, split=split, revision=revision)
+    return islice(rows, source.limit)
+
+
+def _help_topics() -> Iterator[Row]:
+    from pydoc_data.topics import topics
+
+    return ({"text": topics[name]} for name in sorted(topics))
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            rule = f"a dataset file ends in {', '.join(SUFFIXES)}"
+            raise UsageError(Fault(where="dataset", value=str(path), rule=rule))
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not found:
+        rule = f"holds no file that ends in {', '.join(SUFFIXES)}"
+        raise UsageError(Fault(where="dataset", value=str(path), rule=rule))
+    return found
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    read = {".json": _json_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".txt": _text_rows}[path.suffix]
+    try:
+        yield from read(path)
+    except UnicodeDecodeError as error:
+        raise UsageError(Fault(where="dataset", value=str(path), rule=f"is not UTF-8 text ({error.reason})")) from None
+
+
+def _text_rows(path: Path) -> Iterator[Row]:
+    yield {"text": path.read_text(encoding="utf-8")}
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    data = _parsed(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(data, list):
+        raise UsageError(
+            Fault(where=str(path), rule="must hold a list of objects", fix="or one object a line, as .jsonl")
+        )
+    for index, value in enumerate(data):
+        yield _row(value, f"{path}[{index}]")
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(Fault(where=where, rule=f"is not valid JSON ({error})")) from None
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise UsageError(Fault(where=where, rule="must be an object with columns such as text or messages"))
+    return value
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        detail = " ".join(str(error).split())
+        raise UsageError(Fault(where="dataset", value=str(path), rule=f"is not readable Parquet ({detail})")) from None
+
+
+def _hub_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
+    """Stream a limited number of rows, so that a large dataset is not fetched for a few."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+    try:
+        yield from load_dataset(
+            source.name, source.config, split=split, revision=revision, streaming=source.limit is not None
+        )
+    except DatasetNotFoundError as error:
+        fix = f"check the id, log in for a gated one, or name a file, a directory or {PYTHON_HELP}"
+        raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None
+    except (ValueError, DatasetsError) as error:
+        raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error))) from None
+    except (OSError, RuntimeError) as error:
+        raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({_one_line(error)})") from None
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,0 +1,274 @@
+"""From a named dataset to token samples for training and held-out evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...ds_configs.errors import Fault, UsageError
+from .chat import encode_chat, encode_completion, special_prefix, special_suffix
+from .dataset_sources import Row, parse_source, read_rows
+from .objective import IGNORED_LABEL
+
+Kind = Literal["text", "messages", "prompt and completion"]
+Sample = dict[str, list[int]]
+
+MESSAGE_COLUMNS = ("messages", "conversations")
+_FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
+"""What each column is padded with; `None`: the padding token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleStatistics:
+    """What was read and what became of it."""
+
+    source: str
+    """The dataset as the user named it."""
+    kind: Kind
+    """Which columns the rows have."""
+    rows: int
+    """Rows that were read."""
+    empty_rows: int
+    """Rows without text, which were left out."""
+    unlabelled_rows: int
+    """Rows whose labels were all masked once cut to `seq_len`, which were left out."""
+    cut_rows: int
+    """Rows longer than `seq_len`, whose end was cut off."""
+    train_samples: int
+    """Samples to train on."""
+    evaluation_samples: int
+    """Samples held out."""
+    train_tokens: int
+    """Tokens to train on, without padding."""
+    train_labels: int
+    """Tokens with a label among them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Samples of at most `seq_len` tokens; each a dict of `input_ids` and `labels`."""
+
+    train: list[Sample]
+    """To train on."""
+    evaluation: list[Sample]
+    """Held out: rows of their own, none of which is trained on."""
+    statistics: SampleStatistics
+    """What was read."""
+
+
+def load_samples(
+    source: str,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    packing: bool = True,
+    split: str = "train",
+    limit: int | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    evaluation_fraction: float = 0.05,
+) -> Samples:
+    """Read a dataset and turn it into samples.
+
+    Rows have `text`; `messages` or `conversations`; or `prompt` and `completion`. Plain text is joined, each document
+    ended by the end-of-sequence token, and cut into samples of exactly `seq_len` tokens; with `packing=False` each
+    document is cut on its own and the last piece is shorter. Other rows make one sample each, labelled where the
+    assistant or the completion speaks; their end is cut off beyond `seq_len`.
+
+    Which rows are held out depends on their content and the seed alone, so that equal rows are never on both sides. A
+    single document is divided in itself.
+
+    Args:
+        source: `ID[:config][#N]` of the Hub, a `.jsonl`, `.json`, `.parquet` or `.txt` file, a directory of such, or
+            `python-help`.
+        tokenizer: Splits the text, and renders conversations.
+        seq_len: Longest sample in tokens.
+        packing: Whether plain text is joined.
+        split: Split of a Hub dataset.
+        limit: Rows to read at most, beside the source's own `#N`.
+        revision: Branch, tag or commit of a Hub dataset.
+        seed: Chooses the rows to hold out.
+        evaluation_fraction: Share of rows to hold out, 0 to below 1; 0 holds nothing out.
+
+    Raises:
+        UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked.
+    """
+    where = parse_source(source)
+    if limit is not None:
+        where = replace(where, limit=limit if where.limit is None else min(limit, where.limit))
+    rows = list(read_rows(where, split=split, revision=revision))
+    kind = _kind(source, rows)
+    filled = [row for row in rows if _has_text(row, kind)]
+    if not filled:
+        rule = f"none of its {len(rows)} rows has any text"
+        raise UsageError(Fault(where="dataset", value=source, rule=rule))
+    make = _text_maker(tokenizer, seq_len, packing) if kind == "text" else _turn_maker(tokenizer, seq_len, kind, source)
+    kept, held_out = _split_rows(filled, kind, seed, evaluation_fraction)
+    train, dropped = make(kept)
+    evaluation, _ = make(held_out)
+    if not train:
+        raise UsageError(_nothing_left(source, seq_len, kind, filled))
+    statistics = SampleStatistics(
+        source=source,
+        kind=kind,
+        rows=len(rows),
+        empty_rows=len(rows) - len(filled),
+        unlabelled_rows=dropped.unlabelled,
+        cut_rows=dropped.cut,
+        train_samples=len(train),
+        evaluation_samples=len(evaluation),
+        train_tokens=sum(len(sample["input_ids"]) for sample in train),
+        train_labels=sum(label != IGNORED_LABEL for sample in train for label in sample["labels"]),
+    )
+    return Samples(train=train, evaluation=evaluation, statistics=statistics)
+
+
+def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
+    """Pad samples on the right to the longest and return tensors [B, S], with an `attention_mask`.
+
+    Padding is told by position, not by the token, so that a padding token that is also the end-of-sequence token keeps
+    its label where a text ends. `token_weights`, `teacher_rows` and `position_ids` are padded where samples have them.
+    """
+    import torch
+
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    batch = {}
+    for name, fill in _FILL.items():
+        if name in samples[0]:
+            value = pad_token_id if fill is None else fill
+            padded = [
+                [*sample[name], *[value] * (max(lengths) - length)]
+                for sample, length in zip(samples, lengths, strict=True)
+            ]
+            batch[name] = torch.tensor(padded)
+    positions_S = torch.arange(max(lengths))
+    batch["attention_mask"] = (positions_S[None] < torch.tensor(lengths)[:, None]).long()
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    unlabelled: int = 0
+    cut: int = 0
+
+
+_Maker = Callable[[Sequence[Row]], tuple[list[Sample], _Dropped]]
+
+
+def _kind(source: str, rows: Sequence[Row]) -> Kind:
+    if not rows:
+        raise UsageError(Fault(where="dataset", value=source, rule="has no rows"))
+    columns = list(rows[0])
+    if any(name in columns for name in MESSAGE_COLUMNS):
+        return "messages"
+    if "prompt" in columns and "completion" in columns:
+        return "prompt and completion"
+    if "text" in columns:
+        return "text"
+    rule = f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, or prompt and completion; it has {', '.join(columns)}"
+    raise UsageError(Fault(where="dataset", value=source, rule=rule))
+
+
+def _messages(row: Row) -> Any:
+    return next((row[name] for name in MESSAGE_COLUMNS if row.get(name)), None)
+
+
+def _has_text(row: Row, kind: Kind) -> bool:
+    if kind == "messages":
+        return isinstance(_messages(row), list)
+    if kind == "prompt and completion":
+        return bool(row.get("prompt")) and bool(row.get("completion"))
+    text = row.get("text")
+    return isinstance(text, str) and bool(text.strip())
+
+
+def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tuple[list[Row], list[Row]]:
+    if fraction <= 0:
+        return rows, []
+    if len(rows) == 1 and kind == "text":
+        text = rows[0]["text"]
+        end = round(len(text) * (1 - fraction))
+        return [{"text": text[:end]}], [{"text": text[end:]}]
+    digests = [hashlib.sha256(f"{seed}\n{_canonical(row)}".encode()).digest() for row in rows]
+    equal_rows, wanted, taken = Counter(digests), max(1, round(len(rows) * fraction)), set()
+    # The last one stays, so that there is always something to train on.
+    for digest in sorted(equal_rows)[:-1]:
+        if wanted <= 0:
+            break
+        taken.add(digest)
+        wanted -= equal_rows[digest]
+    kept = [row for row, digest in zip(rows, digests, strict=True) if digest not in taken]
+    return kept, [row for row, digest in zip(rows, digests, strict=True) if digest in taken]
+
+
+def _canonical(row: Row) -> str:
+    return json.dumps(row, sort_keys=True, default=str)
+
+
+def _text_maker(tokenizer: Any, seq_len: int, packing: bool) -> _Maker:
+    before, after = special_prefix(tokenizer), special_suffix(tokenizer)
+
+    def make(rows: Sequence[Row]) -> tuple[list[Sample], _Dropped]:
+        documents = ([*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for row in rows)
+        return list(_packed(documents, seq_len) if packing else _pieces(documents, seq_len)), _Dropped()
+
+    return make
+
+
+def _packed(documents: Iterable[list[int]], seq_len: int) -> Iterable[Sample]:
+    """Samples own their labels, so that masking one leaves the tokens alone."""
+    waiting: list[int] = []
+    for document in documents:
+        waiting += document
+        whole = len(waiting) // seq_len * seq_len
+        for start in range(0, whole, seq_len):
+            tokens = waiting[start : start + seq_len]
+            yield {"input_ids": tokens, "labels": list(tokens)}
+        waiting = waiting[whole:]
+
+
+def _pieces(documents: Iterable[list[int]], seq_len: int) -> Iterable[Sample]:
+    for document in documents:
+        for start in range(0, len(document), seq_len):
+            tokens = document[start : start + seq_len]
+            if len(tokens) > 1:
+                yield {"input_ids": tokens, "labels": list(tokens)}
+
+
+def _turn_maker(tokenizer: Any, seq_len: int, kind: Kind, source: str) -> _Maker:
+    def encode(row: Row, index: int) -> tuple[list[int], list[int]]:
+        where = f"{source}[{index}]"
+        if kind == "messages":
+            return encode_chat(tokenizer, _messages(row), where=where)
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return encode_chat(tokenizer, [*prompt, *completion], first_labelled=len(prompt), where=where)
+        return encode_completion(tokenizer, str(prompt), str(completion))
+
+    def make(rows: Sequence[Row]) -> tuple[list[Sample], _Dropped]:
+        samples, unlabelled, cut = [], 0, 0
+        for index, row in enumerate(rows):
+            ids, labels = encode(row, index)
+            cut += len(ids) > seq_len
+            ids, labels = ids[:seq_len], labels[:seq_len]
+            # The first position has no predictor.
+            if any(label != IGNORED_LABEL for label in labels[1:]):
+                samples.append({"input_ids": ids, "labels": labels})
+            else:
+                unlabelled += 1
+        return samples, _Dropped(unlabelled, cut)
+
+    return make
+
+
+def _nothing_left(source: str, seq_len: int, kind: Kind, rows: Sequence[Row]) -> Fault:
+    if kind == "text":
+        rule = f"its text is shorter than one sample of seq_len = {seq_len} tokens"
+        return Fault(where="dataset", value=source, rule=rule, fix="lower --seq-len or give more text")
+    speaker = "the assistant" if kind == "messages" else "the completion"
+    rule = f"every label is masked: in none of {len(rows)} rows does {speaker} speak within seq_len = {seq_len} tokens"
+    return Fault(where="dataset", value=source, rule=rule, fix="raise --seq-len, or check the rows' roles")

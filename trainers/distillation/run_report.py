@@ -1,0 +1,314 @@
+"""What a distillation did: `REPORT.md`, the student's model card, and the chart of its training."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.plan import Plan
+from ...ds_configs.units import gigabytes
+from .datasets import SampleStatistics
+from .run_files import METRICS_FILE, DistillSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA_VERSION = 1
+"""Version of `distill --format json`."""
+REPORT_FILE, CARD_FILE, CHART_FILE = "REPORT.md", "README.md", "distillation.png"
+_LICENSE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
+_FORMULAS = {
+    "forward_kl": "KL(teacher | student)",
+    "reverse_kl": "KL(student | teacher)",
+    "jsd": "JSD(teacher, student)",
+    "skewed_kl": "KL(teacher | λ teacher + (1 - λ) student)",
+    "skewed_reverse_kl": "KL(student | (1 - λ) teacher + λ student)",
+    "total_variation": "½ Σ |teacher - student|",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What the ranks measured, as it stands in `result.json`."""
+
+    before: Mapping[str, float]
+    """Metrics of the student on the held-out samples before its first step."""
+    after: Mapping[str, float]
+    """The same after its last step."""
+    steps: int
+    """Optimizer steps of the whole training."""
+    step_seconds: float
+    """Seconds inside these steps; after resuming, of the steps since."""
+    tokens: int
+    """Tokens trained on, without padding."""
+    peak_bytes: int | None
+    """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A distillation that ended well."""
+
+    settings: DistillSettings
+    """What was asked for."""
+    teacher: str
+    """Hub id or directory of the teacher."""
+    student: str
+    """Hub id, directory or `config.json` that the student started from."""
+    plan: Plan
+    """Where everything went."""
+    statistics: SampleStatistics
+    """What was trained on."""
+    result: RunResult
+    """What was measured."""
+    metrics: Sequence[Mapping[str, float]]
+    """The logged steps."""
+    seconds: float
+    """Wall-clock seconds from the launch to the report."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks for each second of training steps."""
+        return self.result.tokens / self.result.step_seconds if self.result.step_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "teacher": self.teacher,
+            "student": self.student,
+            "strategy": self.plan.chosen.strategy.label,
+            "hardware": self.plan.hardware.name,
+            "settings": self.settings.model_dump(),
+            "dataset": asdict(self.statistics),
+            "before": dict(self.result.before),
+            "after": dict(self.result.after),
+            "steps": self.result.steps,
+            "tokens": self.result.tokens,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableRow:
+    """One measure on the held-out samples."""
+
+    name: str
+    """What is measured."""
+    before: str
+    """The student before."""
+    after: str
+    """The student after."""
+    teacher: str
+    """The teacher; empty where it makes no sense."""
+
+
+def comparison(result: RunResult) -> list[TableRow]:
+    """Return the measures of the student before and after, and of the teacher."""
+    before, after = result.before, result.after
+    rows = []
+    task = "student_cross_entropy" if "student_cross_entropy" in after else "loss"
+    taught = after.get("teacher_cross_entropy")
+    for name, shape in (("cross-entropy, nats a token", _number), ("perplexity", _perplexity)):
+        teacher = "" if taught is None else shape(taught)
+        rows.append(TableRow(name=name, before=shape(before[task]), after=shape(after[task]), teacher=teacher))
+    for key, name, shape, own in (
+        ("kl_per_token", "KL(teacher | student), nats a token", _number, "0"),
+        ("top1_agreement", "same most likely token as the teacher", _percent, "100 %"),
+        ("speculative_acceptance", "expected speculative acceptance", _percent, "100 %"),
+    ):
+        if key in after:
+            rows.append(TableRow(name=name, before=shape(before[key]), after=shape(after[key]), teacher=own))
+    return rows
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _perplexity(value: float) -> str:
+    return f"{math.exp(min(value, 700)):.4g}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def file_names(settings: DistillSettings) -> tuple[str, ...]:
+    """Return the names of the files that a run leaves in its output directory, beside the plan's."""
+    weights = "adapter_model.safetensors" if settings.method == "lora" else "model.safetensors"
+    config = "adapter_config.json" if settings.method == "lora" else "config.json"
+    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+
+
+def read_metrics(directory: Path) -> list[dict[str, float]]:
+    """Return the logged steps of a run."""
+    return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+
+
+def report_files(outcome: Outcome) -> dict[str, str | bytes]:
+    """Return the report, the model card and the chart by name."""
+    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: chart(outcome)}
+
+
+def report(outcome: Outcome) -> str:
+    """Return `REPORT.md`."""
+    plan, result, settings, data = outcome.plan, outcome.result, outcome.settings, outcome.statistics
+    named = {name: value for name, value in settings.model_dump().items() if value is not None}
+    named["learning_rate"] = settings.base_learning_rate()
+    lines = [
+        "# Distillation report",
+        "",
+        f"`{outcome.teacher}` taught `{outcome.student}`: {result.steps} steps, {result.tokens:,} tokens in "
+        f"{result.step_seconds:.1f} s of training steps ({outcome.tokens_per_second:,.0f} tokens/s over all ranks), "
+        f"{outcome.seconds:.0f} s in all.",
+        "",
+        f"## On {data.evaluation_samples} held-out samples",
+        "",
+        *_comparison_table(result),
+        "",
+        "Means over all labelled tokens, each model reading the data's own tokens.",
+        "",
+        f"![loss and agreement]({CHART_FILE})",
+        "",
+        *_where_it_ran(outcome),
+        "## Data",
+        "",
+        *_table(
+            ("", ""),
+            [
+                (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
+                for name, value in asdict(data).items()
+            ],
+        ),
+        "",
+        "## Settings",
+        "",
+        *_table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in named.items()]),
+        "",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in plan.versions) + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _where_it_ran(outcome: Outcome) -> list[str]:
+    chosen, peak = outcome.plan.chosen, outcome.result.peak_bytes
+    gpu = chosen.memory.gpu
+    predicted = f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)})"
+    measured = "not measured on CPU ranks" if peak is None else f"{gigabytes(peak)} GB of tensors"
+    return [
+        "## Where it ran",
+        "",
+        f"{outcome.plan.hardware.name}, {chosen.strategy.label}. {chosen.reason}",
+        "",
+        *([f"Teacher: {chosen.teacher.reason}", ""] if chosen.teacher is not None else []),
+        *_table(("", "predicted", "measured"), [("largest memory of an accelerator", predicted, measured)]),
+        "",
+    ]
+
+
+def model_card(outcome: Outcome) -> str:
+    """Return the student's `README.md`, with the metadata that the Hub reads."""
+    settings, data = outcome.settings, outcome.statistics
+    library = "peft" if settings.method == "lora" else "transformers"
+    on_hub = [name for name in (outcome.student, outcome.teacher) if not Path(name).exists()]
+    front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- distillation", "- shardwright"]
+    if on_hub:
+        front += ["base_model:", *(f"- {json.dumps(name)}" for name in on_hub)]
+    lines = [
+        "---",
+        *front,
+        "---",
+        f"# {Path(outcome.student).stem}, taught by {Path(outcome.teacher).stem}",
+        "",
+        f"`{outcome.student}` trained on `{data.source}` with `{outcome.teacher}` as its teacher: "
+        f"{objective_sentence(settings)}",
+        "",
+        f"On {data.evaluation_samples} held-out samples of the same dataset:",
+        "",
+        *_comparison_table(outcome.result),
+        "",
+        f"{outcome.result.steps} optimizer steps, {outcome.result.tokens:,} tokens, sequences of "
+        f"{settings.seq_len} tokens; the settings are in [{REPORT_FILE}]({REPORT_FILE}), every logged step in "
+        f"[{METRICS_FILE}]({METRICS_FILE}).",
+        "",
+        "## License",
+        "",
+        f"Student: {_license(outcome.student)}. Teacher: {_license(outcome.teacher)}. A student may inherit terms of "
+        "its teacher and of the data: read all three before you publish it.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def objective_sentence(settings: DistillSettings) -> str:
+    """Return the loss that a run minimises, in one line."""
+    alpha, tau = settings.alpha, settings.temperature
+    parts = [f"{1 - alpha:g} · cross-entropy"] if alpha < 1 else []
+    scale = f"{alpha:g}" + ("" if tau == 1 else f" · {tau:g}²")
+    parts += [f"{scale} · {_FORMULAS[settings.loss]}" + ("" if tau == 1 else f" at τ = {tau:g}")] if alpha else []
+    parts += [f"{settings.hidden_states:g} · hidden states"] if settings.hidden_states else []
+    parts += [f"{settings.attention:g} · attention relations"] if settings.attention else []
+    share = f", {settings.on_policy:.0%} of the batches completed by the student" if settings.on_policy else ""
+    return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
+
+
+def _license(model: str) -> str:
+    """Return what the card beside a local model says, without asking the Hub."""
+    card = Path(model) / CARD_FILE
+    found = _LICENSE.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+    return found[1] if found else f"see the card of `{model}`"
+
+
+def _comparison_table(result: RunResult) -> list[str]:
+    rows = [(row.name, row.before, row.after, row.teacher) for row in comparison(result)]
+    return _table(("", "student before", "student after", "teacher"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    def line(cells: Sequence[object]) -> str:
+        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
+
+
+def chart(outcome: Outcome) -> bytes:
+    """Return a PNG with the loss, and the agreement with the teacher, of every logged step."""
+    output = io.BytesIO()
+    figure(outcome.metrics).savefig(output, format="png", dpi=120)
+    return output.getvalue()
+
+
+def figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
+    """Return the chart: what is minimised and measured in nats on the left, agreement on the right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(9, 3.8), layout="constrained")
+    FigureCanvasAgg(drawn)
+    nats, shares = drawn.subplots(1, 2)
+    curves = (
+        (nats, "loss", "loss", "#4477aa"),
+        (nats, "student_cross_entropy", "student's cross-entropy", "#228833"),
+        (nats, "teacher_cross_entropy", "teacher's cross-entropy", "#bbbbbb"),
+        (nats, "kl_per_token", "KL(teacher | student)", "#ee6677"),
+        (shares, "top1_agreement", "same most likely token", "#4477aa"),
+        (shares, "speculative_acceptance", "expected speculative acceptance", "#ccbb44"),
+    )
+    for axes, key, label, colour in curves:
+        points = [(entry["step"], entry[key]) for entry in metrics if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, color=colour, marker="." if len(points) < 30 else "")
+    for axes, name in ((nats, "nats a token"), (shares, "share of tokens")):
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    return drawn
