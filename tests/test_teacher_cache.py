@@ -1,0 +1,299 @@
+"""A cached teacher: its bytes, what reading gives back, and that it teaches like the live one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distilling import collate, tiny, training_arguments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.plugins.teacher_placement import PlacedTeacher
+from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
+from shardwright.trainers.distillation.cache_format import RecordFormat, decode, encode, log_probabilities
+from shardwright.trainers.distillation.cache_writer import answers_of, cache_key, write_cache
+from shardwright.trainers.distillation.objective import LogitTargets, TokenObjective, TopKTargets
+from shardwright.trainers.distillation.plain_loss import plain_token_loss
+from shardwright.trainers.distillation.teacher_cache import CachedTeacherDataset, TeacherCache
+
+K = 50
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(32_000, 114), (128_256, 127), (151_936, 128), (262_144, 133)])
+def test_bytes_of_a_record(vocab_size: int, expected: int) -> None:
+    """By hand for 151,936: 50 · 11 low, 50 + 74 + 1 high and 50 · 6 depth bits are 975, 122 bytes, and 6 more."""
+    layout = RecordFormat(top_k=K, vocab_size=vocab_size, temperatures=(1.0,))
+    assert layout.record_bytes == expected
+    assert RecordFormat(top_k=K, vocab_size=vocab_size, temperatures=(1.0, 2.0)).record_bytes == expected + 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 4000),
+    st.integers(1, 60),
+    st.integers(2, 16),
+    st.integers(0, 2**31),
+    st.sampled_from([0.1, 3.0, 30.0]),
+)
+def test_what_is_written_is_read(vocab_size: int, k: int, value_bits: int, seed: int, spread: float) -> None:
+    k = min(k, vocab_size)
+    layout = RecordFormat(top_k=k, vocab_size=vocab_size, temperatures=(1.0, 2.5), value_bits=value_bits)
+    logits = spread * torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(seed))
+    written = answers_of(logits, layout)
+    records = encode(written, layout)
+    assert records.shape == (5, layout.record_bytes)
+    assert records.dtype == np.uint8
+    found = decode(records, layout)
+    assert np.array_equal(found.ids_NK, written.ids_NK)
+    assert np.array_equal(np.sort(logits.topk(k).indices.numpy()), found.ids_NK)
+    depths = np.minimum(written.depths_NK, 60.0)
+    codes = 2**value_bits - 1
+    steps = np.sqrt(depths / np.maximum(depths.max(axis=1, keepdims=True), 1e-8)) + 1 / codes
+    allowed = depths.max(axis=1, keepdims=True) * (steps / codes + 2e-3) + 1e-6
+    assert (np.abs(found.depths_NK - depths) <= allowed).all()
+    for temperature in layout.temperatures:
+        log_p, log_tail = log_probabilities(found, layout, temperature)
+        assert np.exp(log_p).sum(axis=1) + np.exp(log_tail) == pytest.approx(np.ones(5), abs=2e-6)
+
+
+def test_an_exact_format_gives_exact_probabilities() -> None:
+    """Sixteen bits leave the rounding of fp16 numbers."""
+    layout = RecordFormat(top_k=8, vocab_size=300, temperatures=(1.0, 2.0, 4.0), value_bits=16)
+    logits = 3 * torch.randn(64, 300, generator=torch.Generator().manual_seed(1))
+    found = decode(encode(answers_of(logits, layout), layout), layout)
+    for temperature in layout.temperatures:
+        expected = torch.log_softmax(logits.double() / temperature, -1)
+        log_p, log_tail = log_probabilities(found, layout, temperature)
+        chosen = expected.gather(1, torch.from_numpy(found.ids_NK))
+        assert np.abs(np.exp(log_p) - chosen.exp().numpy()).max() < 2e-3
+        tail = 1 - chosen.exp().sum(-1).numpy()
+        assert np.exp(log_tail) == pytest.approx(tail, rel=5e-3)
+
+
+def test_tokens_that_the_teacher_excludes_have_no_probability() -> None:
+    logits = torch.full((1, 40), float("-inf"))
+    logits[0, :3] = torch.tensor([1.0, 2.0, 3.0])
+    layout = RecordFormat(top_k=6, vocab_size=40, temperatures=(1.0,))
+    found = decode(encode(answers_of(logits, layout), layout), layout)
+    log_p, log_tail = log_probabilities(found, layout, 1.0)
+    probability = dict(zip(found.ids_NK[0].tolist(), np.exp(log_p[0]).tolist(), strict=True))
+    assert [probability[index] for index in range(3)] == pytest.approx([0.0900, 0.2447, 0.6652], abs=0.02)
+    assert sum(value for index, value in probability.items() if index > 2) < 1e-12
+    assert np.isneginf(log_tail[0])
+
+
+VOCAB_SIZE = 384
+
+
+def trained_pair() -> tuple[Any, Any, list[dict[str, Any]]]:
+    """A teacher and a student that have read Python's help topics byte by byte, and 24 samples that they have not."""
+    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.trainers.text import pack, read_documents
+
+    samples = pack(read_documents(None)[:40], byte_tokenizer(VOCAB_SIZE), 64)
+    models = []
+    for hidden, steps, seed in ((64, 120, 4), (32, 40, 5)):
+        model = tiny("llama", hidden=hidden, vocab_size=VOCAB_SIZE, seed=seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        for step in range(steps):
+            ids = torch.stack([sample["input_ids"] for sample in samples[24 + 8 * step : 32 + 8 * step]])
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model.eval())
+    rows = [{"input_ids": sample["input_ids"].tolist(), "labels": sample["labels"].tolist()} for sample in samples[:24]]
+    return models[0].requires_grad_(False), models[1], rows
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any, list[dict[str, Any]]]:
+    return trained_pair()
+
+
+class Words:
+    """Stands for a tokenizer, of which only its vocabulary counts here."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"word {index}": index for index in range(self.count)}
+
+
+def written(directory: Path, pair: Any, *, temperatures: tuple[float, ...] = (1.0, 2.0), weights: str = "one") -> Any:
+    teacher, _, rows = pair
+    layout = RecordFormat(top_k=K, vocab_size=VOCAB_SIZE, temperatures=temperatures)
+    key = cache_key("teacher", weights, Words(VOCAB_SIZE), layout, rendered_by_template=False)
+    placed = PlacedTeacher(teacher, teacher, "replica")
+    return write_cache(directory, key, placed, [row["input_ids"] for row in rows], batch_size=8, device="cpu")
+
+
+def both_losses(
+    student_logits: torch.Tensor, taught: torch.Tensor, targets: Any, temperature: float
+) -> tuple[float, float, float]:
+    """Return the live loss, the cached one, and the cosine between their gradients."""
+    labels, objective = torch.zeros(len(taught), dtype=torch.long), TokenObjective(alpha=1.0, temperature=temperature)
+    values, gradients = [], []
+    for source in (LogitTargets(logits_NV=taught), targets):
+        logits = student_logits.detach().clone().requires_grad_()
+        sums = plain_token_loss(logits, labels, source, objective)
+        gradients.append(torch.autograd.grad(sums.loss / sums.weight, logits)[0].flatten().double())
+        values.append(float(sums.loss.detach() / sums.weight))
+    return *values, float(torch.nn.functional.cosine_similarity(*gradients, dim=0))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_what_a_cached_teacher_lacks_is_the_shape_of_its_tail(temperature: float, pair: Any, tmp_path: Path) -> None:
+    """Real text, a small teacher with a long tail: KL = KL over K + 1 bins + r KL(teacher's tail | student's tail)."""
+    teacher, student, rows = pair
+    cache = written(tmp_path / "cache", pair)
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    with torch.no_grad():
+        taught, own = (model(ids).logits[:, :-1].flatten(0, 1) for model in (teacher, student))
+    cached_rows = torch.tensor([cache.rows_of(row["input_ids"])[:-1] for row in rows]).flatten()
+    targets = cache.read(cached_rows, temperature)
+    live, cached, cosine = both_losses(own, taught, targets, temperature)
+    p, q = (
+        torch.softmax(logits.double() / temperature, -1).scatter(1, targets.ids_NK, 0.0) for logits in (taught, own)
+    )
+    mass, conditional = p.sum(-1, keepdim=True), [one / one.sum(-1, keepdim=True) for one in (p, q)]
+    ratio = torch.where(p > 0, conditional[0] / conditional[1], torch.ones_like(p)).log()
+    missing = float((mass * conditional[0] * ratio).sum(-1).mean()) * temperature**2
+    assert cached == pytest.approx(live - missing, abs=1e-3)
+    assert cosine > 0.99
+
+
+def test_cached_and_live_teacher_teach_alike() -> None:
+    """A language in which each word has at most forty successors, as far as 99.9 % go."""
+    draw = torch.Generator().manual_seed(2)
+    taught = 2.0 * torch.randn(2048, 1024, generator=draw)
+    taught[:, 40:] -= 14.0
+    taught = taught.gather(1, torch.rand(2048, 1024, generator=draw).argsort(-1))
+    own = taught + torch.randn(2048, 1024, generator=draw)
+    for temperature in (1.0, 2.0):
+        layout = RecordFormat(top_k=K, vocab_size=1024, temperatures=(temperature,))
+        answers = decode(encode(answers_of(taught, layout), layout), layout)
+        log_p, log_tail = log_probabilities(answers, layout, temperature)
+        targets = TopKTargets(
+            ids_NK=torch.from_numpy(answers.ids_NK),
+            log_probabilities_NK=torch.from_numpy(log_p),
+            tail_log_probability_N=torch.from_numpy(log_tail),
+            temperature=temperature,
+        )
+        live, cached, cosine = both_losses(own, taught, targets, temperature)
+        if temperature == 1.0:
+            assert cached == pytest.approx(live, abs=1e-3)
+        assert cosine > 0.99
+
+
+def test_training_from_the_cache(pair: Any, tmp_path: Path) -> None:
+    import copy
+
+    teacher, student, rows = pair
+    cache = written(tmp_path / "cache", pair)
+    found = {}
+    for name, source, data in (("live", teacher, rows), ("cached", cache, CachedTeacherDataset(rows, cache))):
+        for implementation in ("fused", "plain"):
+            trainer = DistillationTrainer(
+                model=copy.deepcopy(student),
+                args=training_arguments(tmp_path, max_steps=2, learning_rate=0.1, gradient_accumulation_steps=3),
+                teacher=source,
+                distillation=DistillationConfig(alpha=0.8, implementation=implementation),  # type: ignore[arg-type]
+                train_dataset=data,
+                data_collator=collate,
+            )
+            trainer.train()
+            found[name, implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert found["cached", "fused"] == pytest.approx(found["cached", "plain"], rel=1e-6)
+    for cached, live in zip(found["cached", "fused"], found["live", "fused"], strict=True):
+        assert live - 0.02 < cached < live, "what is lacking is the shape of the tail, which is never negative"
+
+
+def test_writing_goes_on_where_it_was(pair: Any, tmp_path: Path) -> None:
+    teacher, student, rows = pair
+    first = written(tmp_path / "cache", (teacher, student, rows[:10]))
+    assert len(first) == 640
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.safetensors")}
+    both = written(tmp_path / "cache", (teacher, student, rows + rows[:3]))
+    assert len(both) == 24 * 64
+    assert {name: (tmp_path / "cache" / name).stat().st_mtime_ns for name in before} == before
+    whole = written(tmp_path / "whole", pair)
+    for row in rows:
+        parts = [cache.answers(cache.rows_of(row["input_ids"])) for cache in (both, whole)]
+        assert np.array_equal(parts[0].ids_NK, parts[1].ids_NK)
+        assert np.allclose(parts[0].depths_NK, parts[1].depths_NK, atol=0.05)
+    assert both.damaged_files() == []
+
+
+def test_reading_is_fast_enough_to_hide(pair: Any, tmp_path: Path) -> None:
+    """No target of time: a quarter of a second would be noticed at every step."""
+    cache = written(tmp_path / "cache", pair)
+    rows = torch.randint(0, len(cache), (8192,), generator=torch.Generator().manual_seed(0))
+    started = time.perf_counter()
+    found = cache.read(rows, 1.0)
+    print(f"{1e3 * (time.perf_counter() - started):.0f} ms for 8,192 rows")
+    assert found.ids_NK.shape == (8192, K)
+
+
+class TestBadInput:
+    def test_another_teacher_or_tokenizer(self, pair: Any, tmp_path: Path) -> None:
+        cache = written(tmp_path / "cache", pair)
+        with pytest.raises(RefusedInputError, match="was made with another teacher"):
+            written(tmp_path / "cache", pair, weights="other")
+        other = cache_key("teacher", "two", Words(VOCAB_SIZE - 1), cache.key.layout, rendered_by_template=False)
+        with pytest.raises(RefusedInputError) as caught:
+            TeacherCache.open(tmp_path / "cache", other)
+        assert [fault.rule.split(" (")[0] for fault in caught.value.faults] == [
+            "was made with another teacher",
+            "was made with another tokenizer",
+        ]
+
+    def test_a_temperature_that_was_not_stored(self, pair: Any, tmp_path: Path) -> None:
+        cache = written(tmp_path / "cache", pair)
+        with pytest.raises(UsageError, match=r"temperature = 3\.0: the cache holds 1\.0, 2\.0"):
+            cache.read(torch.tensor([0]), 3.0)
+
+    def test_a_sample_that_was_not_stored(self, pair: Any, tmp_path: Path) -> None:
+        cache = written(tmp_path / "cache", pair)
+        with pytest.raises(UsageError, match=r"holds no sample that begins with \[1, 2, 3\] and has 3 tokens"):
+            cache.rows_of([1, 2, 3])
+        with pytest.raises(UsageError, match="a labelled position has row -1"):
+            cache.read(torch.tensor([-1]), 1.0)
+
+    def test_damaged_files(self, pair: Any, tmp_path: Path) -> None:
+        written(tmp_path / "cache", pair)
+        (file,) = (tmp_path / "cache").glob("*.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-5])
+        with pytest.raises(RefusedInputError, match=rf"must have {len(content)} bytes"):
+            TeacherCache.open(tmp_path / "cache")
+        file.write_bytes(content[:-5] + bytes(5))
+        assert TeacherCache.open(tmp_path / "cache").damaged_files() == [file.name]
+        (tmp_path / "cache" / "manifest.json").write_text("{")
+        with pytest.raises(RefusedInputError, match="cannot be read"):
+            TeacherCache.open(tmp_path / "cache")
+
+    def test_another_version(self, pair: Any, tmp_path: Path) -> None:
+        written(tmp_path / "cache", pair)
+        manifest = tmp_path / "cache" / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema_version": 9}))
+        with pytest.raises(RefusedInputError, match="schema version 9, this version reads 1"):
+            TeacherCache.open(tmp_path / "cache")
+
+    def test_nan_from_the_teacher(self, tmp_path: Path) -> None:
+        teacher = tiny("llama", vocab_size=VOCAB_SIZE)
+        teacher.lm_head.weight.data[7] = float("nan")
+        with pytest.raises(ShardwrightError, match="teacher: NaN or infinite logits"):
+            written(tmp_path / "cache", (teacher, None, [{"input_ids": [1, 2, 3]}]))
+        assert not list((tmp_path / "cache").glob("*.safetensors"))
+
+    def test_all_faults_of_a_format(self) -> None:
+        with pytest.raises(UsageError) as caught:
+            RecordFormat(top_k=0, vocab_size=1, temperatures=(1.0, 1.0), value_bits=1)
+        assert [fault.where for fault in caught.value.faults] == ["vocab_size", "top_k", "value_bits", "temperatures"]

@@ -1,0 +1,180 @@
+"""One token's answer of a teacher in a fixed number of bytes: its K likeliest tokens, and the mass of all others.
+
+A record holds, for K ids out of V and each temperature:
+
+    ids         a sorted set, Elias-Fano coded (Elias 1974; Fano 1971): the low bits of each, and the high parts as a
+                bit vector with one bit for each id
+    depths      how far each log-probability lies below the largest, `value_bits` each: range · (code / codes)²
+    range       fp16
+    per τ       fp16 log-sum-exp of (z - max z) / τ, and fp16 log of the mass of all other tokens
+
+50 of 151,936 ids take 675 bits, depths 300, one temperature 6 bytes with the range: 128 bytes. Coding depths by squares
+spends the precision where the probabilities are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...ds_configs.errors import Fault, UsageError
+
+LARGEST_RANGE = 60.0
+"""Depths beyond are stored as this: exp(-60) is 0 beside 1 in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat:
+    """How records are laid out; equal formats read each other's records.
+
+    Raises:
+        UsageError: sizes that no record can have; all faults at once.
+    """
+
+    top_k: int
+    """Likeliest tokens kept, at most the vocabulary."""
+    vocab_size: int
+    """Tokens that the teacher's answers are about."""
+    temperatures: tuple[float, ...]
+    """Temperatures that can be asked for."""
+    value_bits: int = 6
+    """Bits of each depth."""
+
+    def __post_init__(self) -> None:
+        """Check all values together."""
+        faults = []
+
+        def check(where: str, value: object, holds: bool, rule: str) -> None:
+            if not holds:
+                faults.append(Fault(where=where, value=value, rule=rule))
+
+        check("vocab_size", self.vocab_size, 2 <= self.vocab_size < 2**31, "from 2 to 2^31 - 1")
+        check("top_k", self.top_k, 1 <= self.top_k <= self.vocab_size, "from 1 to the size of the vocabulary")
+        check("value_bits", self.value_bits, 2 <= self.value_bits <= 16, "from 2 to 16")
+        positive = bool(self.temperatures) and all(0 < one < float("inf") for one in self.temperatures)
+        distinct = len(set(self.temperatures)) == len(self.temperatures)
+        check("temperatures", self.temperatures, positive and distinct, "one or more, above 0, each once")
+        if faults:
+            raise UsageError(faults)
+
+    @property
+    def low_bits(self) -> int:
+        """Low bits of each id: ⌊log2(V / K)⌋."""
+        return max(0, (self.vocab_size // self.top_k).bit_length() - 1)
+
+    @property
+    def high_bits(self) -> int:
+        """Length of the bit vector of high parts: one bit for each id and for each step of the high part."""
+        return self.top_k + (self.vocab_size >> self.low_bits) + 1
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of ids and depths."""
+        return -(-(self.top_k * (self.low_bits + self.value_bits) + self.high_bits) // 8)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one token's record."""
+        return self.packed_bytes + 2 + 4 * len(self.temperatures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a teacher says of N tokens, before or after coding."""
+
+    ids_NK: Any
+    """int64, ascending in each row."""
+    depths_NK: Any
+    """fp32, the largest log-probability minus each."""
+    log_sum_exp_NT: Any
+    """fp32, of (z - max z) / τ for each temperature."""
+    log_tail_NT: Any
+    """fp32 log of the mass outside the K ids, for each temperature; -inf where there is none."""
+
+
+def encode(answers: Answers, layout: RecordFormat) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return records, uint8 [N, record_bytes]."""
+    ids, depths = np.asarray(answers.ids_NK, dtype=np.int64), np.asarray(answers.depths_NK, dtype=np.float32)
+    rows = len(ids)
+    depths = np.minimum(depths, LARGEST_RANGE)
+    spread = depths.max(axis=1).astype(np.float16)
+    # fp16 may round down, which would put the deepest beyond the last code.
+    spread = np.where(spread.astype(np.float32) < depths.max(axis=1), np.nextafter(spread, np.float16(np.inf)), spread)
+    high = np.zeros((rows, layout.high_bits), dtype=np.uint8)
+    positions = (ids >> layout.low_bits) + np.arange(layout.top_k)
+    high[np.arange(rows)[:, None], positions] = 1
+    largest_code = 2**layout.value_bits - 1
+    share = depths / np.maximum(spread.astype(np.float32), np.float32(1e-8))[:, None]
+    codes = np.rint(largest_code * np.sqrt(np.minimum(share, 1.0))).astype(np.int64)
+    bits = [_bits(ids & ((1 << layout.low_bits) - 1), layout.low_bits), high, _bits(codes, layout.value_bits)]
+    packed = np.packbits(np.concatenate(bits, axis=1), axis=1)
+    lse, tail = (np.asarray(one, dtype=np.float32) for one in (answers.log_sum_exp_NT, answers.log_tail_NT))
+    numbers = np.concatenate(
+        [spread.astype(np.float16)[:, None], lse.astype(np.float16), tail.astype(np.float16)], axis=1
+    )
+    return np.concatenate([packed, np.ascontiguousarray(numbers).view(np.uint8)], axis=1)
+
+
+def decode(records: np.ndarray[Any, np.dtype[np.uint8]], layout: RecordFormat) -> Answers:
+    """Return what records hold.
+
+    Raises:
+        UsageError: bytes that no teacher's answer gives.
+    """
+    rows, k = len(records), layout.top_k
+    bits = np.unpackbits(np.ascontiguousarray(records[:, : layout.packed_bytes]), axis=1)
+    low_end = k * layout.low_bits
+    high_end = low_end + layout.high_bits
+    low = _numbers(bits[:, :low_end], k, layout.low_bits)
+    found_rows, positions = np.nonzero(bits[:, low_end:high_end])
+    if not np.array_equal(np.bincount(found_rows, minlength=rows), np.full(rows, k)):
+        raise UsageError(Fault(where="teacher cache", rule="holds records that are damaged", fix="write it again"))
+    high = positions.reshape(rows, k) - np.arange(k)
+    codes = _numbers(bits[:, high_end : high_end + k * layout.value_bits], k, layout.value_bits)
+    numbers = np.ascontiguousarray(records[:, layout.packed_bytes :]).view(np.float16).astype(np.float32)
+    count = len(layout.temperatures)
+    depths = numbers[:, :1] * (codes / np.float32(2**layout.value_bits - 1)) ** 2
+    return Answers(
+        ids_NK=(high << layout.low_bits) | low,
+        depths_NK=depths.astype(np.float32),
+        log_sum_exp_NT=numbers[:, 1 : 1 + count],
+        log_tail_NT=numbers[:, 1 + count :],
+    )
+
+
+def log_probabilities(answers: Answers, layout: RecordFormat, temperature: float) -> tuple[Any, Any]:
+    """Return log-probabilities [N, K] of the ids and of all others [N] at a stored temperature.
+
+    What rounding did to the K is spread over them, so that they and the others add up to one.
+
+    Raises:
+        UsageError: the temperature was not stored.
+    """
+    if temperature not in layout.temperatures:
+        stored = ", ".join(str(one) for one in layout.temperatures)
+        rule = f"the cache holds {stored}"
+        raise UsageError(
+            Fault(where="temperature", value=temperature, rule=rule, fix="use one of them, or write it again")
+        )
+    index = layout.temperatures.index(temperature)
+    log_p = -answers.depths_NK / np.float32(temperature) - answers.log_sum_exp_NT[:, index : index + 1]
+    log_tail = answers.log_tail_NT[:, index]
+    if layout.top_k == layout.vocab_size:
+        log_tail = np.full_like(log_tail, -np.inf)
+    log_kept = np.log(np.maximum(-np.expm1(np.minimum(log_tail, 0.0)), np.float32(1e-7)))
+    largest = log_p.max(axis=1, keepdims=True)
+    log_sum = largest[:, 0] + np.log(np.exp(log_p - largest).sum(axis=1))
+    log_p = log_p + (log_kept - log_sum)[:, None]
+    return log_p.astype(np.float32), log_tail.astype(np.float32)
+
+
+def _bits(numbers: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    shifts = np.arange(width - 1, -1, -1)
+    return ((numbers[:, :, None] >> shifts) & 1).astype(np.uint8).reshape(len(numbers), -1)
+
+
+def _numbers(bits: np.ndarray[Any, Any], count: int, width: int) -> np.ndarray[Any, Any]:
+    weights = 1 << np.arange(width - 1, -1, -1)
+    return bits.reshape(len(bits), count, width).astype(np.int64) @ weights

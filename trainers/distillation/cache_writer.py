@@ -1,0 +1,240 @@
+"""Writes a teacher's answers to a dataset, shard by shard, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.errors import RefusedInputError, ShardwrightError
+from .batch import accepted
+from .cache_format import Answers, RecordFormat, encode
+from .head_forward import captured_head_input
+from .teacher_cache import (
+    MANIFEST,
+    CacheKey,
+    Shard,
+    TeacherCache,
+    file_sha256,
+    key_faults,
+    read_manifest,
+    sample_hash,
+    write_manifest,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_ROWS = 2**18
+CHUNK_ROWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far writing is."""
+
+    done_samples: int
+    all_samples: int
+    tokens_per_s: float
+    """Of this run."""
+    remaining_s: float
+
+
+def cache_key(
+    teacher: str, weights: str, tokenizer: Any, layout: RecordFormat, *, rendered_by_template: bool
+) -> CacheKey:
+    """Return the key of a cache."""
+    template = str(getattr(tokenizer, "chat_template", None) or "") if rendered_by_template else ""
+    return CacheKey(
+        teacher=teacher,
+        weights=weights,
+        tokenizer=tokenizer_hash(tokenizer),
+        template=hashlib.sha256(template.encode()).hexdigest(),
+        layout=layout,
+    )
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Return a hash of everything that decides how a tokenizer splits text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def weights_identity(name: str, revision: str | None, config: Any) -> str:
+    """Return the commit of a Hub model, or a hash of the files of a local one."""
+    directory = Path(name)
+    if not directory.is_dir():
+        return str(getattr(config, "_commit_hash", None) or revision or "main")
+    digest = hashlib.sha256()
+    for path in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
+        digest.update(path.name.encode() + bytes.fromhex(file_sha256(path)))
+    return digest.hexdigest()
+
+
+def write_cache(
+    directory: Path,
+    key: CacheKey,
+    teacher: Any,
+    samples: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    device: Any,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> TeacherCache:
+    """Store the answers to samples that the directory does not hold yet, each sample once, and return the cache.
+
+    Raises:
+        RefusedInputError: the directory holds another cache; every mismatch is named.
+        ShardwrightError: the teacher's logits are no numbers.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    shards, missing = _missing(directory, key, samples)
+    started, tokens, done = time.monotonic(), 0, len(samples) - len(missing)
+    all_samples = len(samples)
+    for group in _groups(missing):
+        shards.append(_write_shard(directory, len(shards), key, teacher, group, batch_size, device))
+        write_manifest(directory, key, shards)
+        done, tokens = done + len(group), tokens + sum(len(ids) for ids in group)
+        speed = tokens / max(1e-9, time.monotonic() - started)
+        left = sum(len(ids) for ids in missing) - tokens
+        if on_progress is not None:
+            on_progress(
+                Progress(done_samples=done, all_samples=all_samples, tokens_per_s=speed, remaining_s=left / speed)
+            )
+    if not shards:
+        write_manifest(directory, key, shards)
+    return TeacherCache.open(directory, key)
+
+
+def _missing(
+    directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]
+) -> tuple[list[Shard], list[Sequence[int]]]:
+    """Return the finished shards and the samples that none of them holds."""
+    shards: list[Shard] = []
+    seen: set[bytes] = set()
+    if (directory / MANIFEST).exists():
+        found, shards = read_manifest(directory)
+        faults = key_faults(found, key, directory)
+        if found.layout != key.layout and not faults:
+            from ...ds_configs.errors import Fault
+
+            rule = f"holds other records ({found.layout}, asked for {key.layout})"
+            faults = [Fault(where=f"teacher cache {directory}", rule=rule, fix="write to another directory")]
+        if faults:
+            raise RefusedInputError(faults)
+        cache = TeacherCache(directory, found, shards)
+        seen = {sample_hash(ids) for ids in samples if ids in cache}
+    missing = []
+    for ids in samples:
+        digest = sample_hash(ids)
+        if digest not in seen and len(ids):
+            seen.add(digest)
+            missing.append(ids)
+    return shards, missing
+
+
+def _groups(samples: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Cut samples into groups of about `SHARD_ROWS` rows, similar lengths together."""
+    group: list[Sequence[int]] = []
+    rows = 0
+    for ids in sorted(samples, key=len):
+        group.append(ids)
+        rows += len(ids)
+        if rows >= SHARD_ROWS:
+            yield group
+            group, rows = [], 0
+    if group:
+        yield group
+
+
+def _write_shard(
+    directory: Path,
+    number: int,
+    key: CacheKey,
+    teacher: Any,
+    samples: list[Sequence[int]],
+    batch_size: int,
+    device: Any,
+) -> Shard:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    records = []
+    for first in range(0, len(samples), batch_size):
+        batch = samples[first : first + batch_size]
+        records += [encode(answers, key.layout) for answers in teacher_answers(teacher, batch, key.layout, device)]
+    lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
+    arrays = {
+        "records": np.concatenate(records),
+        "hashes": np.stack([np.frombuffer(sample_hash(ids), dtype=np.uint8) for ids in samples]),
+        "starts": np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64),
+        "lengths": lengths,
+    }
+    name = f"answers-{number:05d}.safetensors"
+    unfinished = directory / (name + ".partial")
+    save_file(arrays, unfinished)
+    unfinished.replace(directory / name)
+    path = directory / name
+    return Shard(
+        file=name,
+        rows=int(lengths.sum()),
+        samples=len(samples),
+        file_bytes=path.stat().st_size,
+        sha256=file_sha256(path),
+    )
+
+
+def teacher_answers(
+    teacher: Any, samples: Sequence[Sequence[int]], layout: RecordFormat, device: Any
+) -> Iterator[Answers]:
+    """Run a placed teacher on a batch of samples and return what it says of every token, some rows at a time.
+
+    Raises:
+        ShardwrightError: its logits are no numbers.
+    """
+    import torch
+
+    longest = max(len(ids) for ids in samples)
+    ids_BS = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in samples], device=device)
+    lengths_B = torch.tensor([len(ids) for ids in samples], device=device)
+    mask_BS = torch.arange(longest, device=device) < lengths_B[:, None]
+    with torch.no_grad(), captured_head_input(teacher.model) as kept:
+        teacher(**accepted(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
+    hidden_NH = kept[0][mask_BS]
+    with torch.no_grad(), teacher.gathered_head() as head:
+        for chunk_nH in hidden_NH.split(CHUNK_ROWS):
+            yield answers_of(head.logits(chunk_nH.to(head.weight_VH.dtype)), layout)
+
+
+def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> Answers:
+    """Return the K likeliest of the first V tokens with everything that a record holds, computed in fp32.
+
+    Raises:
+        ShardwrightError: the logits are no numbers.
+    """
+    import torch
+
+    logits_NV = logits_NV[:, : layout.vocab_size].float()
+    if logits_NV.shape[1] < layout.vocab_size:
+        rule = f"has {logits_NV.shape[1]} logits for {layout.vocab_size} tokens"
+        raise ShardwrightError(f"teacher: {rule}")
+    largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    if not bool(torch.isfinite(largest_N1).all()) or bool(torch.isnan(logits_NV).any()):
+        raise ShardwrightError("teacher: NaN or infinite logits; load it in bf16 or fp32, and check its weights")
+    below_NV = logits_NV - largest_N1
+    ids_NK = below_NV.topk(layout.top_k, dim=-1).indices.sort(dim=-1).values
+    rest_NV = below_NV.scatter(1, ids_NK, float("-inf"))
+    sums, tails = [], []
+    for temperature in layout.temperatures:
+        sums.append((below_NV / temperature).logsumexp(dim=-1))
+        tails.append((rest_NV / temperature).logsumexp(dim=-1) - sums[-1])
+    return Answers(
+        ids_NK=ids_NK.cpu().numpy(),
+        depths_NK=-below_NV.gather(1, ids_NK).cpu().numpy(),
+        log_sum_exp_NT=torch.stack(sums, dim=1).cpu().numpy(),
+        log_tail_NT=torch.stack(tails, dim=1).cpu().numpy(),
+    )
