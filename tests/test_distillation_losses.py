@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import kd_memory
 import pytest
 import torch
 from hypothesis import given, settings
@@ -477,3 +478,19 @@ def test_peak_bytes_at_full_size() -> None:
     full = {"rows": 8192, "hidden_width": 4096, "columns": 128_256}
     assert fused_peak_bytes(**full, device="cpu") <= fused_peak_bytes(**full, device="cuda") <= 3.5e9
     assert fused_peak_bytes(**full, trains_head=False) <= 1.2e9
+
+
+def test_the_benchmark_meters_both_losses_and_the_document_shows_what_it_stored() -> None:
+    case = kd_memory.KdCase(rows=64, columns=500, hidden_width=32, dtype="float32")
+    plain, fused = kd_memory.measure(case, "cpu")
+    assert (plain.loss, fused.loss) == ("plain", "fused")
+    assert fused.peak_bytes == pytest.approx(case.predicted_bytes("cpu"), rel=0.01)
+    assert fused.peak_bytes < plain.peak_bytes
+    stored = kd_memory.stored()
+    assert {one.case for one in stored} == set(kd_memory.CPU_CASES)
+    document = kd_memory.DOCUMENT.read_text(encoding="utf-8")
+    assert kd_memory.table(stored, "cpu") in document
+    assert kd_memory.sentence(stored) in document
+    for one in stored:
+        if one.loss == "fused":
+            assert one.peak_bytes == pytest.approx(one.case.predicted_bytes("cpu"), rel=0.01)

@@ -92,8 +92,10 @@ def _write_work(prepared: Prepared, work: Path, output_dir: Path, *, resume: boo
     prepared.teacher_tokenizer.save_pretrained(str(work / TEACHER_TOKENIZER))
     plan = prepared.plan
     chosen = plan.chosen.teacher
+    cache = prepared.settings.teacher_cache
+    settings = {"teacher_cache": str(Path(cache).absolute())} if cache else {}
     job = WorkerJob(
-        settings=prepared.settings,
+        settings=prepared.settings.model_copy(update=settings),
         teacher=prepared.teacher,
         student=prepared.student,
         output_dir=str(output_dir.absolute()),

@@ -127,6 +127,10 @@ def combination_faults(settings: DistillSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
     faults = []
     cached = settings.teacher_placement == "cached"
+    if settings.cross_tokenizer:
+        rule = "this command teaches models of one tokenizer"
+        fix = "choose a teacher of the student's family"
+        faults.append(Fault(where="cross_tokenizer", value=True, rule=rule, fix=fix))
     if not settings.dataset:
         faults.append(Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help"))
     if cached and settings.teacher_cache is None:

@@ -101,6 +101,8 @@ def prepare(
     if tokenizers is not None and settings.dataset:
         with _collecting(faults):
             samples = _samples(settings, tokenizers[0])
+            if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
+                samples = _stored(samples, settings, teacher, tokenizers[1])
     if faults:
         raise UsageError(faults)
     assert hardware and loaded_student and loaded_teacher and tokenizers and samples, "what failed left a fault"
@@ -203,6 +205,37 @@ def _samples(settings: DistillSettings, tokenizer: Any) -> Samples:
         fix = "give more data, raise --evaluation-fraction or lower --seq-len"
         raise UsageError(Fault(where="dataset", value=settings.dataset, rule=rule, fix=fix))
     return found
+
+
+def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizer: Any) -> Samples:
+    """Check that a cache is this teacher's and knows what is trained on; keep the held-out samples that it knows."""
+    from .cache_writer import tokenizer_hash, weights_identity
+    from .teacher_cache import TeacherCache, read_manifest
+
+    directory = Path(settings.teacher_cache or "")
+    where = f"teacher_cache {directory}"
+    key, _ = read_manifest(directory)
+    config = load_config(model_flags(teacher, settings.teacher_revision))
+    weights = weights_identity(teacher, settings.teacher_revision, config)
+    cache = TeacherCache.open(directory, replace(key, weights=weights, tokenizer=tokenizer_hash(tokenizer)))
+    layout, faults = cache.key.layout, []
+    if settings.temperature not in layout.temperatures:
+        rule = (
+            f"holds temperatures {', '.join(f'{one:g}' for one in layout.temperatures)}, not {settings.temperature:g}"
+        )
+        faults.append(Fault(where=where, rule=rule, fix="use one of them, or cache again with --temperature"))
+    missing = sum(sample["input_ids"] not in cache for sample in samples.train)
+    if missing:
+        rule = f"lacks {missing} of {len(samples.train)} training samples"
+        fix = "cache the same dataset with the same --seq-len"
+        faults.append(Fault(where=where, rule=rule, fix=fix))
+    if faults:
+        raise UsageError(faults)
+    known = [sample for sample in samples.evaluation if sample["input_ids"] in cache]
+    if not known:
+        rule = "holds none of the held-out samples, so the student could not be compared with its teacher"
+        raise UsageError(Fault(where=where, rule=rule, fix="cache the dataset again, held-out samples included"))
+    return replace(samples, evaluation=known)
 
 
 def _evenly(samples: Samples, plan: Plan, settings: DistillSettings) -> Samples:

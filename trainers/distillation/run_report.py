@@ -47,6 +47,8 @@ class RunResult:
     """Seconds inside these steps; after resuming, of the steps since."""
     tokens: int
     """Tokens trained on, without padding."""
+    timed_tokens: int
+    """Those of the steps that `step_seconds` counts."""
     peak_bytes: int | None
     """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
 
@@ -75,7 +77,7 @@ class Outcome:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all ranks for each second of training steps."""
-        return self.result.tokens / self.result.step_seconds if self.result.step_seconds else 0.0
+        return self.result.timed_tokens / self.result.step_seconds if self.result.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""

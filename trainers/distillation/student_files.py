@@ -140,7 +140,7 @@ class StudentWriter:
         if count == 1:
             (self.directory / "shard-0").rename(self.directory / _SINGLE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self.written):
             file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             (self.directory / f"shard-{index}").rename(self.directory / file)

@@ -94,7 +94,7 @@ def _head_scores(
     squares: dict[tuple[int, str, str], Any], family: WidthFamily, layers: int, widths: Widths
 ) -> dict[int, torch.Tensor]:
     scores = {}
-    for (layer, module, axis), value in squares.items():
+    for (layer, _, axis), value in squares.items():
         if axis == "value":
             values_G = value.view(widths.key_value_heads, widths.head_dim).sum(1)
         elif axis == "query_key_value":
@@ -105,7 +105,6 @@ def _head_scores(
         path = next(m for at, m, a in squares if at == layer and a == "query" and m.endswith(family.attention_output))
         outputs_A = squares[layer, path, "query"].view(widths.heads, widths.head_dim).sum(1)
         scores[layer] = (values_A * outputs_A).sqrt()
-        del module
     assert len(scores) == layers
     return scores
 

@@ -70,7 +70,7 @@ def layer_stack(model: Any) -> LayerStack:
     from torch.nn import ModuleList
 
     config = model.config
-    total = getattr(config, "num_hidden_layers", None)
+    total: int = getattr(config, "num_hidden_layers", 0)
     lists = [name for name, module in model.named_modules() if isinstance(module, ModuleList) and len(module) == total]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1 or getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
@@ -78,7 +78,7 @@ def layer_stack(model: Any) -> LayerStack:
         raise UsageError(Fault(where="teacher", value=type(model).__name__, rule=rule))
     prefix = model.base_model_prefix
     path = outer[0].removeprefix(f"{prefix}.") if prefix else outer[0]
-    return LayerStack(path=path, count=int(total), base_prefix=prefix)
+    return LayerStack(path=path, count=total, base_prefix=prefix)
 
 
 def layer_changes(config: Mapping[str, Any], kept: Sequence[int], total: int) -> dict[str, Any]:

@@ -91,7 +91,9 @@ def request_faults(request: StudentRequest) -> list[Fault]:
         "--kv-heads": request.key_value_heads,
         "--low-rank": request.low_rank,
     }
-    faults += [Fault(where=name, value=n, rule="must be at least 1") for name, n in sizes.items() if n is not None and n < 1]
+    faults += [
+        Fault(where=name, value=n, rule="must be at least 1") for name, n in sizes.items() if n is not None and n < 1
+    ]
     energy, sparsity = request.low_rank_energy, request.sparsity
     if energy is not None and not 0 < energy <= 1:
         faults.append(Fault(where="--low-rank-energy", value=energy, rule="must lie above 0 and at most at 1"))
@@ -159,8 +161,9 @@ def student_widths(request: StudentRequest, teacher: Widths, *, coupled: bool) -
         rule = f"must be the number of heads times the head width, {heads} · {teacher.head_dim}, in this family"
         fix = f"give --hidden {max(1, hidden_size // teacher.head_dim) * teacher.head_dim} alone: heads follow"
         faults.append(Fault(where="--hidden", value=hidden_size, rule=rule, fix=fix))
-    elif hidden_size % 2:
-        faults.append(Fault(where="--hidden", value=hidden_size, rule="must be even"))
+    elif heads and hidden_size % heads and not any(fault.where in ("--heads", "--kv-heads") for fault in faults):
+        rule = f"must be a multiple of the {heads} query heads"
+        faults.append(Fault(where="--hidden", value=hidden_size, rule=rule, fix=f"take {hidden_size // heads * heads}"))
     student = Widths(
         hidden_size=hidden_size,
         intermediate_size=request.intermediate_size or teacher.intermediate_size,

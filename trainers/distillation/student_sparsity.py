@@ -42,4 +42,4 @@ def _without_rows(weight: torch.Tensor, sparsity: float, order: int, output_axis
 
 def zero_share(weights: torch.Tensor) -> float:
     """Return the share of the elements that are zero."""
-    return float((weights == 0).sum()) / weights.numel()
+    return float((weights == 0).double().mean())

@@ -20,6 +20,7 @@ from .telemetry import sums_by_name
 if TYPE_CHECKING:
     import torch
 
+    from .cross_tokenizer import CrossTokenizerLoss
     from .feature_matching import FeatureMatching
     from .self_teacher import EarlyExit
 
@@ -37,6 +38,7 @@ class StudentStep:
     fused: bool
     telemetry: bool
     features: FeatureMatching | None = None
+    cross_tokenizer: CrossTokenizerLoss | None = None
     early_exit: EarlyExit | None = None
     normalise: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     """Makes the final loss of Σ of all terms, Σ of weights and a mixture's load-balancing loss."""
@@ -83,6 +85,21 @@ class StudentStep:
         return sums.loss
 
     def _plain(self, logits: torch.Tensor) -> TokenSums:
+        sums = self._plain_sums(logits)
+        if self.cross_tokenizer is None:
+            return sums
+        divergence = self.cross_tokenizer(
+            logits,
+            self.lesson.logits,
+            self.batch.other_inputs,
+            self.batch.model_inputs["input_ids"],
+            self.batch.labels,
+            self.objective.temperature,
+        )
+        loss = sums.loss + self.objective.alpha * self.objective.temperature**2 * divergence
+        return replace(sums, loss=loss, divergence=divergence.detach())
+
+    def _plain_sums(self, logits: torch.Tensor) -> TokenSums:
         assert not isinstance(self.targets, HiddenTargets)
         return plain_token_loss(
             self.batch.rows_of(logits),

@@ -79,7 +79,7 @@ class WidthCutter:
             if indices is not None:
                 tensor = tensor.index_select(axis, indices)
         if rule.side == "norm" and name.endswith((".weight", ".gamma")):
-            tensor = (tensor.float() * self._gain(name.rpartition(".")[0])).to(tensor.dtype)
+            tensor = (tensor.double() * self._gain(name.rpartition(".")[0])).to(tensor.dtype)
         return tensor
 
     def _indices(self, meaning: Axis, layer: int | None) -> torch.Tensor | None:

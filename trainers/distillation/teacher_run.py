@@ -12,6 +12,7 @@ from ...plugins.attention_capture import hidden_states_of
 from ...plugins.output_heads import OutputHead
 from ...plugins.whole_sequence import own_shard, whole_sequences
 from .batch import DistillationBatch, accepted
+from .cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from .head_forward import captured_head_input
 from .objective import HiddenTargets, LogitTargets, TeacherTargets
 
@@ -79,6 +80,16 @@ def ask(
         hidden_states=tuple(own(states) for states in hidden_states_of(outputs)) if wants_hidden_states else None,
         attention=attention,
     )
+
+
+def ask_in_its_own_tokens(teacher: Teacher, batch: DistillationBatch) -> Lesson:
+    """Run the teacher on its own tokens of the same texts."""
+    others = batch.other_inputs
+    if TEACHER_IDS not in others:
+        rule = "batches lack the teacher's own tokens"
+        raise UsageError(Fault(where="cross_tokenizer", rule=rule, fix="collate with CrossTokenizerCollator"))
+    inputs = {"input_ids": others[TEACHER_IDS], "attention_mask": others[TEACHER_MASK]}
+    return Lesson(logits=teacher(**accepted(teacher.model, inputs)).logits)
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:

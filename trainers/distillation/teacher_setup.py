@@ -12,6 +12,7 @@ from .config import DistillationConfig, Schedule
 from .self_teacher import MovingAverage, frozen_copy, without_adapter
 
 if TYPE_CHECKING:
+    from .cross_tokenizer import CrossTokenizerLoss
     from .feature_matching import FeatureMatching
 
 
@@ -38,6 +39,27 @@ class TeacherSetup:
             raise UsageError(faults)
         if teacher is not None and not distillation.is_plain_training:
             _warn_of_swapped_sizes(student, teacher)
+
+    def cross_tokenizer(self, arguments: dict[str, Any], teacher_tokenizer: Any) -> CrossTokenizerLoss | None:
+        """Return the loss between different tokenizers, and let the collator give it what it reads; `None` without.
+
+        Raises:
+            UsageError: a tokenizer is missing or cannot be aligned.
+        """
+        kind = self._distillation.cross_tokenizer
+        if kind is None:
+            return None
+        from .cross_tokenizer import CrossTokenizerCollator, CrossTokenizerLoss
+
+        own = arguments.get("processing_class")
+        given = {"processing_class": own, "teacher_tokenizer": teacher_tokenizer}
+        missing = [name for name, tokenizer in given.items() if tokenizer is None]
+        if arguments.get("data_collator") is None:
+            missing.append("data_collator")
+        if missing:
+            raise UsageError([Fault(where=name, rule="is needed with cross_tokenizer") for name in missing])
+        arguments["data_collator"] = CrossTokenizerCollator(own, teacher_tokenizer, arguments["data_collator"])
+        return CrossTokenizerLoss(kind, own, teacher_tokenizer)
 
     def check_accelerator(self, accelerator: Any) -> None:
         """Refuse layouts that the losses are not exact under.

@@ -17,7 +17,7 @@ from .objective import TeacherTargets, TokenObjective
 from .on_policy import completed_batch, generate, is_generated, own_randomness, prompts_of
 from .projector_files import load_projectors, save_projectors, split_projectors
 from .student_step import StudentStep
-from .teacher_run import Lesson, ask, targets_of
+from .teacher_run import Lesson, ask, ask_in_its_own_tokens, targets_of
 from .teacher_setup import TeacherSetup, feature_matching, inner_model, predicts_next_token, uses_fused
 from .telemetry import NONFINITE, Telemetry
 
@@ -38,7 +38,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     ``teacher`` is a Transformers model, which ``teacher_placement`` keeps whole on every rank or shards, a placed
     teacher (`plugins.teacher_placement`), or a `TeacherCache`; ``None`` with ``distillation.self_teacher``, or where no
-    term needs one.
+    term needs one. ``teacher_tokenizer`` belongs to ``distillation.cross_tokenizer``, and `processing_class` is then
+    the student's.
 
     Raises:
         UsageError: terms, teacher and arguments do not go together; all faults at once.
@@ -51,11 +52,13 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         *,
         teacher: Any = None,
         teacher_placement: TeacherPlacement = "replica",
+        teacher_tokenizer: Any = None,
         distillation: DistillationConfig | None = None,
         **kwargs: Any,
     ) -> None:
         self.distillation = distillation or DistillationConfig()
         setup = TeacherSetup(model, teacher, teacher_placement, self.distillation, args)
+        self._cross_tokenizer = setup.cross_tokenizer(kwargs, teacher_tokenizer)
         super().__init__(model=model, args=args, **kwargs)
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
         self._checked_first_step = self._checked_head = False
@@ -104,6 +107,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
                 fused=fused,
                 telemetry=self.distillation.telemetry,
                 features=self._features,
+                cross_tokenizer=self._cross_tokenizer,
                 early_exit=self._early_exit(inner),
                 normalise=self._normaliser(inner, num_items_in_batch),
                 check_head=fused and not self._checked_head,
@@ -147,6 +151,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         if self.teacher is None:
             return Lesson()
         teacher = self.teacher.running(model) if hasattr(self.teacher, "running") else self.teacher
+        if self._cross_tokenizer is not None:
+            return ask_in_its_own_tokens(teacher, batch)
         sharded = self._ranks_of_a_sequence() > 1
         return ask(teacher, batch, fused=fused, features=self._features, sequence_sharded=sharded)
 
@@ -159,6 +165,9 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
                 rule = "a cached teacher needs `teacher_rows` in its batches"
                 raise UsageError(Fault(where="teacher_rows", rule=rule, fix="wrap the dataset in CachedTeacherDataset"))
             yield self.teacher_cache.read(batch.teacher_rows_N, objective.temperature)
+            return
+        if self._cross_tokenizer is not None:
+            yield None
             return
         with ExitStack() as stack:
             yield stack.enter_context(targets_of(lesson, batch, getattr(self.teacher, "gathered_head", None)))

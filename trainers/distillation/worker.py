@@ -66,15 +66,18 @@ def teach(job: WorkerJob, work: Path) -> None:
     prepare_model_directory_save(arguments)
     tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
     student = _student(job, arguments, engine)
-    trainer = _trainer(job, work, arguments, student, _teacher(job, work, arguments, engine), tokenizer)
+    trainer = _trainer(job, work, arguments, student, _teacher(job, arguments, engine), tokenizer)
     recorder = _recorder(trainer, Path(job.output_dir))
     trainer.add_callback(recorder)
     trainer.train(resume_from_checkpoint=_last_checkpoint(arguments) if job.resume else None)
     save_model_directory(trainer, job.output_dir)
     peak = _peak_bytes(trainer)
     if arguments.process_index == 0:
-        _write_json(_result(trainer, recorder.seconds, peak, job), work / RESULT_FILE)
+        _write_json(_result(trainer, recorder, peak, job), work / RESULT_FILE)
         _remove_if_empty(Path(arguments.output_dir))
+    # A rank that exits while others still communicate makes gloo abort them.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 def _student(job: WorkerJob, arguments: Any, engine: str) -> Any:
@@ -88,11 +91,13 @@ def _student(job: WorkerJob, arguments: Any, engine: str) -> Any:
     return model
 
 
-def _teacher(job: WorkerJob, work: Path, arguments: Any, engine: Any) -> Any:
+def _teacher(job: WorkerJob, arguments: Any, engine: Any) -> Any:
     import torch
 
-    if job.placement == "cached":
-        raise NotImplementedError
+    if job.settings.teacher_cache is not None:
+        from .teacher_cache import TeacherCache
+
+        return TeacherCache.open(job.settings.teacher_cache)
     from ...plugins.teacher_placement import load_teacher
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
@@ -111,6 +116,11 @@ def _trainer(job: WorkerJob, work: Path, arguments: Any, student: Any, teacher: 
 
     from .trainer import DistillationTrainer
 
+    samples = [load_from_disk(str(work / name)) for name in (TRAIN_SAMPLES, EVALUATION_SAMPLES)]
+    if job.settings.teacher_cache is not None:
+        from .teacher_cache import CachedTeacherDataset
+
+        samples = [CachedTeacherDataset(side, teacher) for side in samples]
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return DistillationTrainer(
         model=student,
@@ -118,8 +128,8 @@ def _trainer(job: WorkerJob, work: Path, arguments: Any, student: Any, teacher: 
         teacher_placement=job.placement,
         distillation=distillation_config(job.settings, job.vocab_size),
         args=arguments,
-        train_dataset=load_from_disk(str(work / TRAIN_SAMPLES)),
-        eval_dataset=load_from_disk(str(work / EVALUATION_SAMPLES)),
+        train_dataset=samples[0],
+        eval_dataset=samples[1],
         data_collator=partial(collate, pad_token_id=pad or 0),
         processing_class=tokenizer,
     )
@@ -138,9 +148,11 @@ def _recorder(trainer: Any, output_dir: Path) -> Any:
 
     class Recorder(TrainerCallback):
         seconds = 0.0
+        first_step = 0
         _step_began = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.first_step = state.global_step
             self._write(state)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -182,8 +194,12 @@ def _remove_if_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-def _result(trainer: Any, seconds: float, peak: int | None, job: WorkerJob) -> dict[str, Any]:
+def _result(trainer: Any, recorder: Any, peak: int | None, job: WorkerJob) -> dict[str, Any]:
     state = trainer.state
+
+    def tokens(steps: int) -> int:
+        return trained_tokens(trainer.args, steps, job.train_samples, job.train_tokens)
+
     evaluations = [
         {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
         for entry in state.log_history
@@ -193,8 +209,9 @@ def _result(trainer: Any, seconds: float, peak: int | None, job: WorkerJob) -> d
         "before": evaluations[0],
         "after": evaluations[-1],
         "steps": state.global_step,
-        "step_seconds": seconds,
-        "tokens": trained_tokens(trainer.args, state.global_step, job.train_samples, job.train_tokens),
+        "step_seconds": recorder.seconds,
+        "tokens": tokens(state.global_step),
+        "timed_tokens": tokens(state.global_step) - tokens(recorder.first_step),
         "peak_bytes": peak,
     }
 

@@ -1,0 +1,124 @@
+"""`shardwright distill` as a user runs it: two CPU ranks, a trained teacher, real text."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.trainers.text import pack, read_documents
+
+pytestmark = pytest.mark.distributed
+
+VOCAB, SEQ_LEN, STEPS = 300, 48, 24
+COMMAND = str(Path(sys.executable).parent / "shardwright")
+
+
+def trained_teacher(directory: Path) -> None:
+    """Train a small Llama on the same text for some steps of AdamW, and save it."""
+    from distilling import tiny
+
+    model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    samples = pack(read_documents(None), byte_tokenizer(VOCAB), SEQ_LEN)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+    for step in range(60):
+        ids_BS = torch.stack([samples[index]["input_ids"] for index in order[16 * step : 16 * step + 16]])
+        model(input_ids=ids_BS, labels=ids_BS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
+
+
+def cross_entropy(directory: Path, samples: list[dict[str, Any]], *, tokens: int = VOCAB) -> float:
+    """Return the mean over all predicted tokens, as a user would compute it from the saved model.
+
+    `tokens` is how many of the head's columns compete.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    total, count = 0.0, 0
+    for sample in samples:
+        ids = torch.tensor([sample["input_ids"]])
+        with torch.no_grad():
+            log_probabilities = torch.log_softmax(model(ids).logits[0, :-1, :tokens].double(), -1)
+        total -= float(log_probabilities.gather(1, ids[0, 1:, None]).sum())
+        count += ids.shape[1] - 1
+    return total / count
+
+
+def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
+    from distilling import tiny
+    from shardwright.trainers.distillation.datasets import load_samples
+    from transformers import AutoTokenizer
+
+    trained_teacher(tmp_path / "teacher")
+    tiny("llama", vocab_size=VOCAB, max_position_embeddings=64).save_pretrained(tmp_path / "student")
+    settings = {
+        "dataset": "python-help",
+        "seq-len": SEQ_LEN,
+        "max_steps": STEPS,
+        "alpha": 0.8,
+        "temperature": 2.0,
+        "learning_rate": 5e-3,
+        "micro_batch_size": 8,
+        "evaluation_samples": 50,
+        "logging_steps": 6,
+        "strategy": "fsdp2",
+        "teacher_placement": "sharded",
+    }
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    arguments = ("--output-dir", "taught", "--config", "settings.json", "--format", "json")
+    done = subprocess.run(
+        [COMMAND, "distill", "teacher", "student", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "note: step 24 of 24, 0 s left" in done.stderr
+    found, taught = json.loads(done.stdout), tmp_path / "taught"
+    before, after = found["before"], found["after"]
+    assert after["kl_per_token"] < 0.5 * before["kl_per_token"]
+    assert after["top1_agreement"] > before["top1_agreement"]
+    assert found["strategy"] == "fsdp2" and found["steps"] == STEPS
+    assert found["tokens"] == STEPS * 32 * SEQ_LEN and found["tokens_per_second"] > 0
+    check_files(taught, found)
+    check_student(taught, found, load_samples("python-help", AutoTokenizer.from_pretrained(taught), seq_len=SEQ_LEN))
+
+
+def check_files(taught: Path, found: dict[str, Any]) -> None:
+    """The directory is a model with a report beside it, and nothing that runs code when it is loaded."""
+    names = {path.name for path in taught.iterdir()}
+    report = {"README.md", "REPORT.md", "distillation.png", "metrics.jsonl", "plan"}
+    assert names == report | {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    text = (taught / "REPORT.md").read_text()
+    for values in (found["before"], found["after"]):
+        assert f"{values['kl_per_token']:.4f}" in text and f"{math.exp(values['student_cross_entropy']):.4g}" in text
+    assert (taught / "distillation.png").read_bytes().startswith(b"\x89PNG")
+    steps = [json.loads(line) for line in (taught / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in steps] == [6, 12, 18, 24]
+    telemetry = {"kl_per_token", "top1_agreement", "speculative_acceptance", "student_cross_entropy"}
+    assert all({*telemetry, "teacher_cross_entropy", "loss"} <= entry.keys() for entry in steps)
+    assert steps[-1]["kl_per_token"] < steps[0]["kl_per_token"]
+
+
+def check_student(taught: Path, found: dict[str, Any], samples: Any) -> None:
+    """The saved student and the teacher have the cross-entropy that the report says, on the same held-out samples."""
+    held_out = samples.evaluation[: found["dataset"]["evaluation_samples"]]
+    assert len(held_out) == 48
+    after = found["after"]
+    assert cross_entropy(taught, held_out) == pytest.approx(after["student_cross_entropy"], abs=1e-4)
+    # A teacher is asked about tokens that its tokenizer has, which are fewer than its head has columns.
+    teacher = cross_entropy(taught.parent / "teacher", held_out, tokens=257)
+    assert teacher == pytest.approx(after["teacher_cross_entropy"], abs=1e-4)

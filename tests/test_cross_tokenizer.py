@@ -1,0 +1,221 @@
+"""Other tokenizers: alignment of text, each loss against fp64, and a student that learns from a stranger."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distilling import collate, tiny, training_arguments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import UsageError
+from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
+from shardwright.trainers.distillation.cross_tokenizer import (
+    SPANS,
+    TEACHER_IDS,
+    CrossTokenizerCollator,
+    CrossTokenizerLoss,
+    labelled_spans,
+    sorted_distance,
+)
+from shardwright.trainers.distillation.text_alignment import (
+    aligned_spans,
+    boundaries,
+    shared_vocabulary,
+    token_bytes,
+    token_offsets,
+)
+
+TEXT = "Ünïcode and 日本 🤗 are  split in two\n\tways: x = {'a': 1}; return x  "
+
+
+def byte_pairs(vocab_size: int, *, begin: bool = False) -> Any:
+    """Return a byte-level tokenizer trained on Python's help topics."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)[:20]], trainer)
+    if begin:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> tuple[Any, Any]:
+    return byte_pairs(600), byte_pairs(400, begin=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(min_size=1, max_size=40), st.data())
+def test_spans_cover_the_text_and_agree(text: str, data: st.DataObject) -> None:
+    """For any two ways to cut a text: spans follow one another, and both sides of each hold the same characters."""
+    cuts = []
+    for _ in range(2):
+        inner = data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=12))
+        edges = sorted({0, len(text)} | {cut for cut in inner if cut < len(text)})
+        cuts.append(list(pairwise(edges)))
+    spans = aligned_spans(*(boundaries(offsets, text) for offsets in cuts))
+    for (a, b, c, d), following in zip(spans, [*spans[1:], None], strict=True):
+        own, other = (text[offsets[x][0] : offsets[y - 1][1]] for offsets, x, y in ((cuts[0], a, b), (cuts[1], c, d)))
+        assert own.strip() == other.strip() or not own.strip() or not other.strip()
+        if following is not None:
+            assert following[0] >= b
+            assert following[2] >= d
+    if cuts[0] == cuts[1] and text.strip() == text and not any(character.isspace() for character in text):
+        assert [span[:2] for span in spans] == [(i, i + 1) for i in range(len(cuts[0]))]
+
+
+def test_real_tokenizers_align(tokenizers: tuple[Any, Any]) -> None:
+    own, other = tokenizers
+    ids = own(TEXT)["input_ids"] + [own.eos_token_id]
+    text, offsets = token_offsets(own, ids)
+    assert text == TEXT
+    taught = other(TEXT, return_offsets_mapping=True)
+    spans = aligned_spans(boundaries(offsets, text), boundaries(taught["offset_mapping"], text))
+    assert len(spans) > 15
+    for first, end, taught_first, taught_end in spans:
+        decoded = [
+            tokenizer.decode(list(tokens), skip_special_tokens=True)
+            for tokenizer, tokens in ((own, ids[first:end]), (other, taught["input_ids"][taught_first:taught_end]))
+        ]
+        assert decoded[0].strip() == decoded[1].strip()
+        assert "\ufffd" not in decoded[0]
+
+
+def test_text_that_splits_otherwise_when_split_again(tokenizers: tuple[Any, Any]) -> None:
+    """A packed sample may begin inside a word; prefixes then tell the characters."""
+    own, _ = tokenizers
+    ids = [*own("ret")["input_ids"], *own("urn 日本")["input_ids"]]
+    assert own("return 日本")["input_ids"] != ids
+    text, offsets = token_offsets(own, ids)
+    assert text == "return 日本"
+    assert offsets[0][0] == 0
+    assert offsets[-1][1] == len(text)
+    assert 3 in boundaries(offsets, text)
+    assert set(boundaries(offsets, text)) <= set(range(len(text) + 1))
+
+
+def test_tokens_that_both_have(tokenizers: tuple[Any, Any]) -> None:
+    own, other = tokenizers
+    pieces = token_bytes(own)
+    assert pieces[b"A"] == own.get_vocab()["A"]
+    assert b" the" in pieces
+    for mine, theirs in zip(*shared_vocabulary(own, other), strict=True):
+        assert own.convert_ids_to_tokens(mine) == other.convert_ids_to_tokens(theirs)
+    assert len(shared_vocabulary(own, other)[0]) >= 256
+
+
+def test_sorted_distance_against_fp64() -> None:
+    draw = torch.Generator().manual_seed(0)
+    own, taught = torch.randn(5, 11, generator=draw, requires_grad=True), torch.randn(5, 17, generator=draw)
+    found = sorted_distance(own, taught, 2.0)
+    for row in range(5):
+        q = sorted(torch.softmax(own[row].detach().double() / 2, 0).tolist(), reverse=True) + [0.0] * 6
+        p = sorted(torch.softmax(taught[row].double() / 2, 0).tolist(), reverse=True)
+        assert float(found[row].detach()) == pytest.approx(sum(abs(a - b) for a, b in zip(p, q, strict=True)), rel=1e-5)
+    assert torch.isfinite(torch.autograd.grad(found.sum(), own)[0]).all()
+
+
+def test_a_merged_span_by_hand(tokenizers: tuple[Any, Any]) -> None:
+    """The student has two tokens where the teacher has one; position t predicts token t + 1."""
+    loss = CrossTokenizerLoss("aligned", *tokenizers)
+    draw = torch.Generator().manual_seed(1)
+    own, taught = torch.randn(1, 3, 600, generator=draw), torch.randn(1, 2, 400, generator=draw)
+    ids, taught_ids = torch.tensor([[7, 8, 9]]), torch.tensor([[3, 4]])
+    inputs = {SPANS: torch.tensor([[[1, 3, 1, 2]]]), TEACHER_IDS: taught_ids}
+    found = float(loss(own, taught, inputs, ids, torch.tensor([[8, 9, -100]]), 1.0))
+    log_q = torch.log_softmax(own[0].double(), -1)
+    q = math.exp(float(log_q[0, 8] + log_q[1, 9]))
+    p = float(torch.softmax(taught[0].double(), -1)[0, 4])
+    assert found == pytest.approx(p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)), rel=1e-4)
+    half_masked = torch.tensor([[-100, 9, -100]])
+    assert len(labelled_spans(inputs[SPANS], half_masked)) == 0
+    assert float(loss(own, taught, inputs, ids, half_masked, 1.0)) == 0.0
+
+
+def test_single_tokens_compare_what_both_have(tokenizers: tuple[Any, Any]) -> None:
+    loss = CrossTokenizerLoss("aligned", *tokenizers)
+    draw = torch.Generator().manual_seed(1)
+    own, taught = torch.randn(1, 2, 600, generator=draw), torch.randn(1, 2, 400, generator=draw)
+    inputs = {SPANS: torch.tensor([[[1, 2, 1, 2]]]), TEACHER_IDS: torch.tensor([[3, 4]])}
+    found = float(loss(own, taught, inputs, torch.tensor([[7, 8]]), torch.tensor([[8, -100]]), 2.0))
+    mine, theirs = shared_vocabulary(*tokenizers)
+    q, p = torch.softmax(own[0, 0].double() / 2, 0)[mine], torch.softmax(taught[0, 0].double() / 2, 0)[theirs]
+    rest_q, rest_p = 1 - q.sum(), 1 - p.sum()
+    expected = float((p * (p / q).log()).sum() + rest_p * (rest_p / rest_q).log())
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["uld", "aligned"])
+def test_equal_models_with_equal_tokenizers_are_at_no_distance(kind: Any, tokenizers: tuple[Any, Any]) -> None:
+    own, _ = tokenizers
+    model, loss = tiny("llama", vocab_size=600), CrossTokenizerLoss(kind, own, own)
+    samples = [{"input_ids": own(TEXT)["input_ids"], "labels": own(TEXT)["input_ids"]}]
+    batch = CrossTokenizerCollator(own, own, collate)(samples)
+    logits = model(batch["input_ids"]).logits
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    assert len(labelled_spans(batch[SPANS], shifted)) > 15
+    assert float(loss(logits, logits, batch, batch["input_ids"], shifted, 1.0).detach()) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["uld", "aligned"])
+def test_a_student_learns_from_a_stranger(kind: Any, tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
+    from pydoc_data.topics import topics
+
+    own, other = tokenizers
+    texts = [topics[name][:160] for name in sorted(topics)[:12]]
+    samples = [{"input_ids": own(text)["input_ids"], "labels": own(text)["input_ids"]} for text in texts]
+    start = tiny("llama", vocab_size=600)
+    losses = []
+    for accumulation in (1, 3):
+        trainer = DistillationTrainer(
+            model=copy.deepcopy(start),
+            args=training_arguments(
+                tmp_path,
+                max_steps=4,
+                learning_rate=0.5,
+                per_device_train_batch_size=12 // accumulation,
+                gradient_accumulation_steps=accumulation,
+            ),
+            teacher=tiny("llama", vocab_size=400, seed=3),
+            teacher_tokenizer=other,
+            distillation=DistillationConfig(alpha=0.9, cross_tokenizer=kind),
+            train_dataset=samples,
+            data_collator=collate,
+            processing_class=own,
+        )
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert logs[-1]["divergence"] < logs[0]["divergence"]
+        losses.append([entry["loss"] for entry in logs])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+
+
+def test_bad_input(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        DistillationTrainer(
+            model=tiny("llama"),
+            args=training_arguments(tmp_path),
+            teacher=tiny("llama"),
+            distillation=DistillationConfig(cross_tokenizer="uld"),
+        )
+    assert [fault.where for fault in caught.value.faults] == ["processing_class", "teacher_tokenizer", "data_collator"]
+    with pytest.raises(UsageError, match="cannot be combined with cross_tokenizer"):
+        from shardwright.trainers.distillation import OnPolicy
+
+        DistillationConfig(cross_tokenizer="uld", on_policy=OnPolicy())

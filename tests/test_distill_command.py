@@ -1,0 +1,295 @@
+"""`shardwright distill` in this process: bad input, what a dry run shows, and the report; nothing is launched."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from distilling import tiny
+from shardwright.cli.main import run
+from shardwright.ds_configs.errors import ShardwrightError
+from shardwright.ds_configs.plan import Plan
+from shardwright.plugins.launching import LaunchFailedError
+from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.trainers.distillation.datasets import SampleStatistics
+from shardwright.trainers.distillation.run import failure_cause
+from shardwright.trainers.distillation.run_files import DistillSettings
+from shardwright.trainers.distillation.run_report import (
+    Outcome,
+    RunResult,
+    comparison,
+    figure,
+    model_card,
+    objective_sentence,
+    report,
+)
+from shardwright.trainers.distillation.worker import trained_tokens
+
+VOCAB = 300
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line.removeprefix("error: ") for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+Shell = Callable[..., Result]
+
+
+@pytest.fixture
+def distill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
+    """Run the command in an empty directory; Hub access fails at once."""
+    for name in list(os.environ):
+        if name.startswith("SHARDWRIGHT_") and name != "SHARDWRIGHT_DATA_DIR":
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = run(("distill", *map(str, arguments)))
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return directories of a teacher, a smaller student, and models that do not go together with them."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+    for name, changes in (("teacher", {"hidden": 48}), ("student", {}), ("stranger", {})):
+        made[name] = root / name
+        tiny("llama", vocab_size=VOCAB, **changes).save_pretrained(made[name])
+    words = byte_tokenizer(VOCAB)
+    words.add_tokens(["Hello"])
+    words.save_pretrained(made["stranger"])
+    for name in ("unsafe", "empty"):
+        made[name] = root / name
+        made[name].mkdir()
+        shutil.copy(made["student"] / "config.json", made[name])
+        if name == "unsafe":
+            (made[name] / "pytorch_model.bin").write_bytes(b"pickle")
+    return made
+
+
+def common(models: dict[str, Path], *more: object) -> tuple[object, ...]:
+    return (
+        models["teacher"],
+        models["student"],
+        "--output-dir",
+        "out",
+        *more,
+        *(() if "--seq-len" in more else ("--seq-len", 32)),
+    )
+
+
+DATA = ("--dataset", "python-help#8")
+
+
+def test_a_dry_run_plans_and_writes_nothing(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+    found = distill(*common(models, *DATA, "--dry-run", "--format", "json"))
+    assert found.code == 0, found.err
+    shown = json.loads(found.out)
+    assert not list(tmp_path.iterdir())
+    assert shown["plan"]["hardware"]["name"] == "2xCPU"
+    assert shown["plan"]["job"]["precision"] == "fp32"
+    assert shown["plan"]["chosen"]["teacher"]["placement"] == "replica"
+    assert shown["dataset"]["train_samples"] > 0
+    assert {"out/REPORT.md", "out/README.md", "out/plan/plan.json", "out/metrics.jsonl"} <= set(shown["files"])
+    human = distill(*common(models, *DATA, "--dry-run", "--hardware", "8xA100-80GB"))
+    assert human.code == 0 and "A run would write out/plan/accelerate.yaml" in human.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_faults_are_told_at_once_and_nothing_is_written(
+    distill: Shell, models: dict[str, Path], tmp_path: Path
+) -> None:
+    found = distill(
+        *(models["empty"], models["student"], "--output-dir", "out"),
+        *("--alpha", 2, "--temperature", 0, "--teacher-cache", "none", "--hidden-states", 1, "--dataset", "none.txt"),
+        *("--hardware", "8xA100-80GB"),
+    )
+    assert found.code == 2
+    told = "\n".join(found.errors)
+    for part in (
+        "alpha = 2.0: from 0 to 1",
+        "temperature = 0.0: above 0",
+        "teacher_cache = 'none': no such directory",
+        "hidden_states = 1.0: needs a live teacher",
+        "has no weights, so it has nothing to teach",
+        "needs 8 x A100-80GB on 1 node(s)",
+    ):
+        assert part in told, part
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        ((), 2, "dataset: is missing; give --dataset"),
+        (("--dataset", "none.jsonl"), 2, "dataset = 'none.jsonl': no such file or directory"),
+        ((*DATA, "--seq-len", "1"), 2, "seq_len = 1: input should be greater than or equal to 2"),
+        ((*DATA, "--evaluation-fraction", "0.0001", "--seq-len", "20000"), 2, "shorter than one sample"),
+        ((*DATA, "--teacher-placement", "cached"), 2, "teacher_placement = 'cached': needs a cache"),
+        ((*DATA, "--resume"), 2, "output_dir = 'out': holds no checkpoint to resume from"),
+        ((*DATA, "--micro-batch-size", "3", "--global-batch-size", "32"), 2, "global_batch_size"),
+        ((*DATA, "--strategy", "fsdp3"), 2, "fsdp3"),
+        ((*DATA, "--loss", "l2"), 2, "l2"),
+        ((*DATA, "--method", "lora", "--hidden-states", "1"), 2, "an adapter directory cannot hold"),
+        ((*DATA, "--cross-tokenizer", "--attention", "1"), 2, "tokens differ"),
+        ((*DATA, "--dataset-revision", "main"), 2, "only a Hub dataset has revisions"),
+        ((*DATA, "--revision", "main"), 2, "only a Hub model has revisions"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    distill: Shell, models: dict[str, Path], tmp_path: Path, more: Any, code: int, said: str
+) -> None:
+    found = distill(*common(models, *more))
+    assert (found.code, found.out) == (code, ""), found.err
+    assert said in found.err and "Traceback" not in found.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_without_text_or_labels_is_refused(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    for row, said in (
+        ({"body": "x"}, "needs a column text"),
+        ({"text": " "}, "none of its 1 rows has any text"),
+        ({"prompt": "x" * 99, "completion": "y"}, "every label is masked: in none of 1 rows does the completion"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "conversations need a chat template"),
+    ):
+        data.write_text(json.dumps(row) + "\n")
+        found = distill(*common(models, "--dataset", data))
+        assert found.code == 2 and len(found.errors) == 1 and said in found.errors[0], found.err
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_models_that_do_not_go_together(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+    rest = ("--output-dir", "out", "--seq-len", 32, *DATA, "--dry-run")
+    strangers = distill(models["stranger"], models["student"], *rest)
+    assert strangers.code == 0, "a student without a tokenizer takes its teacher's"
+    split = distill(models["teacher"], models["stranger"], *rest)
+    assert split.code == 2 and "--cross-tokenizer" in split.err
+    unsafe = distill(models["unsafe"], models["student"], *rest)
+    assert unsafe.code == 4 and "safetensors only" in unsafe.err
+    swapped = distill(models["student"], models["teacher"], *rest)
+    assert swapped.code == 0 and "are they swapped?" in swapped.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_directory_is_not_overwritten_unasked(
+    distill: Shell, models: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    found = distill(*common(models, *DATA))
+    assert found.code == 2 and "exists and is not empty; use --force" in found.err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_settings_come_from_a_file_the_environment_and_flags(
+    distill: Shell, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "distill.yaml"
+    file.write_text("dataset: python-help#8\nalpha: 0.25\nseq-len: 16\nhardware: 4xCPU\nloss: jsd\n")
+    monkeypatch.setenv("SHARDWRIGHT_HARDWARE", "1xCPU")
+    found = distill(*common(models, "--config", file, "--loss", "reverse_kl", "--dry-run", "--format", "json"))
+    assert found.code == 0, found.err
+    settings = json.loads(found.out)["settings"]
+    assert (settings["alpha"], settings["seq_len"], settings["hardware"]) == (0.25, 32, "1xCPU")
+    assert (settings["loss"], settings["temperature"]) == ("reverse_kl", 1.0)
+    file.write_text("learning_rat: 1.0\nalpha: high\n")
+    faults = distill(*common(models, "--config", file)).errors
+    assert any("learning_rat: is not a setting; did you mean learning_rate?" in fault for fault in faults)
+    assert any("alpha = 'high'" in fault for fault in faults)
+
+
+def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Outcome:
+    from shardwright.ds_configs.job import TrainingJob
+    from shardwright.plugins.planning import plan
+
+    settings = DistillSettings(dataset="python-help", **changes)
+    before = {"student_cross_entropy": 3.0, "teacher_cross_entropy": 1.0, "kl_per_token": 2.0, "top1_agreement": 0.1}
+    after = before | {"student_cross_entropy": 1.5, "kl_per_token": 0.5, "top1_agreement": 0.6}
+    made: Plan = plan(str(models["student"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32"))
+    return Outcome(
+        settings=settings,
+        teacher=str(models["teacher"]),
+        student="org/pupil",
+        plan=made,
+        statistics=SampleStatistics(
+            source="python-help",
+            kind="text",
+            rows=8,
+            empty_rows=0,
+            unlabelled_rows=0,
+            cut_rows=0,
+            train_samples=100,
+            evaluation_samples=16,
+            train_tokens=3200,
+            train_labels=3200,
+        ),
+        result=RunResult(
+            before=before, after=after, steps=5, step_seconds=2.0, tokens=3200, timed_tokens=1600, peak_bytes=3 * 10**9
+        ),
+        metrics=[{"step": 1, "loss": 2.0, "kl_per_token": 1.0}, {"step": 2, "loss": 1.0, "top1_agreement": 0.5}],
+        seconds=9.0,
+    )
+
+
+def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: Path) -> None:
+    found = outcome(models, tmp_path, alpha=0.75, temperature=2.0)
+    rows = {row.name.partition(",")[0]: row for row in comparison(found.result)}
+    assert (rows["perplexity"].before, rows["perplexity"].teacher) == (f"{math.exp(3):.4g}", f"{math.e:.4g}")
+    assert rows["same most likely token as the teacher"].after == "60.0 %"
+    text = report(found)
+    for part in ("800 tokens/s", "| 3.0000 | 1.5000 | 1.0000 |", "3.0 GB of tensors", "`learning_rate` | `2e-05`"):
+        assert part in text, part
+    (models["teacher"] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    card = model_card(found)
+    assert "Teacher: apache-2.0." in card and "see the card of `org/pupil`" in card
+    assert '- "org/pupil"' in card and "0.25 · cross-entropy + 0.75 · 2² · KL(teacher | student) at τ = 2" in card
+    labels = [text.get_text() for axes in figure(found.metrics).axes for text in axes.get_legend().get_texts()]
+    assert labels == ["loss", "KL(teacher | student)", "same most likely token"]
+
+
+def test_the_loss_in_words() -> None:
+    assert objective_sentence(DistillSettings(alpha=0.0)).startswith("1 · cross-entropy, the mean")
+    every = DistillSettings(alpha=1.0, loss="reverse_kl", hidden_states=0.5, attention=0.1, on_policy=0.5)
+    assert objective_sentence(every) == (
+        "1 · KL(student | teacher) + 0.5 · hidden states + 0.1 · attention relations, the mean over all labelled "
+        "tokens, 50% of the batches completed by the student."
+    )
+
+
+def test_tokens_of_a_step_that_ends_an_epoch() -> None:
+    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=2)
+    counts = [trained_tokens(arguments, steps, 20, 200) for steps in range(5)]
+    assert counts == [0, 80, 160, 200, 280]
+
+
+def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
+    error = LaunchFailedError("torchrun: exit code 1", output="", exit_code=1)
+    assert "torchrun" in str(failure_cause(error, tmp_path))
+    told = {"rank": 1, "time": 2.0, "known": True, "message": "labels: masked", "traceback": "T", "exit_code": 2}
+    (tmp_path / "failure-rank1.json").write_text(json.dumps(told))
+    (tmp_path / "failure-rank0.json").write_text(json.dumps(told | {"rank": 0, "time": 3.0, "message": "gloo"}))
+    found = failure_cause(error, tmp_path)
+    assert (str(found), found.exit_code) == ("rank 1: labels: masked", 2)
+    assert ShardwrightError.exit_code == 1
+    killed = LaunchFailedError("x", output="rank : 1 (local_rank: 1)\n exitcode : -9 (pid: 3)\n", exit_code=1)
+    assert "rank 1 was killed by SIGKILL (the kernel does so when memory runs out)" in str(
+        failure_cause(killed, tmp_path)
+    )

@@ -1,0 +1,421 @@
+"""Students cut out of teachers: what stays is what it was, what was idle goes, and everything loads again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from shardwright.cli import main
+from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.trainers.distillation import student_files
+from shardwright.trainers.distillation.student_layers import uniform_layers
+from shardwright.trainers.distillation.student_low_rank import low_rank
+from shardwright.trainers.distillation.student_maker import make_student, plan_student
+from shardwright.trainers.distillation.student_request import StudentRequest
+from shardwright.trainers.distillation.student_sparsity import sparse
+
+VOCAB = 300
+DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-14,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 32,
+    "layer_norm_epsilon": 1e-14,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "layer_norm_eps": 1e-14,
+    "initializer_range": 0.2,
+}
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER | {"attention_bias": True}),
+    "llama tied": ("LlamaForCausalLM", "LlamaConfig", DECODER | {"tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", DECODER),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", DECODER),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", DECODER | {"num_hidden_layers": 6}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", DECODER | {"num_local_experts": 4}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "bert": ("BertForSequenceClassification", "BertConfig", BERT | {"num_labels": 5}),
+    "bert mlm": ("BertForMaskedLM", "BertConfig", BERT),
+}
+WIDE = ("llama", "llama tied", "mistral", "qwen2", "qwen3", "gpt2", "bert", "bert mlm")
+COUPLED = ("gpt2", "bert", "bert mlm")
+
+
+def teacher_of(kind: str, **changes: Any) -> Any:
+    transformers.set_seed(3)
+    model, config, values = KINDS[kind]
+    return getattr(transformers, model)(getattr(transformers, config)(**values | changes)).double().eval()
+
+
+def saved(model: Any, directory: Path) -> str:
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def made(teacher: str, output: Path, **request: Any) -> Any:
+    asked = StudentRequest(**request)
+    make_student(plan_student(teacher, asked, output_dir=output), teacher, output)
+    config = json.loads((output / "config.json").read_text())
+    model = getattr(transformers, config["architectures"][0])
+    student, info = model.from_pretrained(output, output_loading_info=True, dtype="auto")
+    assert not any(info.values()), info
+    return student.eval()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(5))
+
+
+@given(st.integers(1, 200).flatmap(lambda total: st.tuples(st.just(total), st.integers(1, total))))
+def test_layers_are_spread_evenly(sizes):
+    total, kept = sizes
+    layers = uniform_layers(total, kept)
+    assert len(layers) == kept
+    gaps = {after - before for before, after in pairwise(layers)}
+    assert all(gap >= 1 for gap in gaps) and (not gaps or max(gaps) - min(gaps) <= 1)
+    assert layers[0] == 0 and (kept == 1 or layers[-1] == total - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_layers_are_the_teachers_bit_for_bit(kind, tmp_path):
+    model = teacher_of(kind)
+    teacher = saved(model, tmp_path / "teacher")
+    last = model.config.num_hidden_layers - 1
+    student = made(teacher, tmp_path / "student", keep_layers=(1, last))
+    path = {"gpt2": "transformer.h", "bert": "bert.encoder.layer", "bert mlm": "bert.encoder.layer"}.get(
+        kind, "model.layers"
+    )
+    before, after = model.state_dict(), student.state_dict()
+    for name, tensor in after.items():
+        source = name.replace(f"{path}.0.", f"{path}.@.").replace(f"{path}.1.", f"{path}.{last}.").replace("@", "1")
+        assert torch.equal(tensor, before[source]), name
+    assert student.config.num_hidden_layers == 2
+    if hasattr(model.config, "layer_types"):
+        assert student.config.layer_types == [model.config.layer_types[layer] for layer in (1, last)]
+    story = json.loads((tmp_path / "student" / "student.json").read_text())
+    assert story["kept_layers"] == [1, last]
+    assert story["student_parameters"] == sum(parameter.numel() for parameter in student.parameters())
+    assert story["teacher_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+def idle_parts(model: Any, kind: str) -> None:
+    """Make half of everything idle: channels and heads that add nothing, residual channels that nothing writes."""
+    draw = torch.Generator().manual_seed(11)
+    state = model.state_dict()
+    dead_H = torch.randperm(32, generator=draw)[:16]
+    live_H = torch.ones(32, dtype=torch.bool)
+    live_H[dead_H] = False
+    conv = kind == "gpt2"
+    inner = 4 * 32 if conv else 48
+    names = {
+        "gpt2": ("attn.c_proj.weight", "mlp.c_proj.weight"),
+        "bert": ("attention.output.dense.weight", ".output.dense.weight"),
+    }.get(kind, ("self_attn.o_proj.weight", "mlp.down_proj.weight"))
+    for name, tensor in state.items():
+        if name.endswith(names[0]):
+            heads = torch.randperm(4, generator=draw)[:2].tolist()
+            dead = [h * 8 + d for h in heads for d in range(8)]
+            if kind not in COUPLED:
+                groups = [2 * g + member for g in heads for member in (0, 1)]
+                others = [2 * g + int(torch.randint(2, (1,), generator=draw)) for g in range(4) if g not in heads]
+                dead = [h * 8 + d for h in groups + others for d in range(8)]
+            (tensor if conv else tensor.t())[dead] = 0
+        elif name.endswith(names[1]):
+            (tensor if conv else tensor.t())[torch.randperm(inner, generator=draw)[: inner // 2]] = 0
+    for name, tensor in state.items():
+        writes = name.endswith((*names, "embed_tokens.weight", "wte.weight", "wpe.weight", "embeddings.weight"))
+        biases = ("c_proj.bias", "output.dense.bias", "o_proj.bias", "down_proj.bias")
+        if not writes and not name.endswith((*biases, "pooler.dense.weight", "pooler.dense.bias")):
+            continue
+        rows_HX = tensor.t() if conv or "embed" in name else tensor
+        rows_HX[dead_H] = 0
+        if kind in COUPLED and "pooler" not in name:
+            rows_HX[live_H] -= rows_HX[live_H].mean(dim=0)
+    model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("importance", ["magnitude", "activation"])
+@pytest.mark.parametrize("kind", [kind for kind in WIDE if kind != "bert mlm"])
+def test_what_is_idle_can_be_cut_without_any_change(kind, importance, tmp_path):
+    model = teacher_of(kind)
+    idle_parts(model, kind)
+    teacher = saved(model, tmp_path / "teacher")
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 30)
+    sizes = {"hidden_size": 16, "intermediate_size": 64 if kind == "gpt2" else 24}
+    if kind not in COUPLED:
+        sizes |= {"heads": 2, "key_value_heads": 2}
+    texts = (text,) if importance == "activation" else ()
+    student = made(teacher, tmp_path / "student", importance=importance, text=texts, **sizes)
+    ids = tokens()
+    expected = model(ids).logits
+    # Weights are fp64, but RMSNorm works in fp32.
+    assert (student(ids).logits - expected).abs().max() < (1e-12 if kind in COUPLED else 1e-6) * expected.abs().max()
+    assert student.config.hidden_size == 16
+    assert student.num_parameters() < model.num_parameters() / 1.9
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_students_of_every_family_load_whole(kind, tmp_path):
+    model = teacher_of(kind)
+    sizes: dict[str, int] = {"layers": 2, "intermediate_size": 20}
+    sizes |= {"hidden_size": 16} if kind in COUPLED else {"heads": 6, "key_value_heads": 3, "hidden_size": 18}
+    student = made(saved(model, tmp_path / "teacher"), tmp_path / "student", dtype="bfloat16", **sizes)
+    assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
+    assert student(tokens()).logits.isfinite().all()
+    if kind not in COUPLED:
+        config = student.config
+        assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 3, 8)
+
+
+def test_width_of_one_kind_keeps_the_others(tmp_path):
+    teacher = saved(teacher_of("qwen3"), tmp_path / "teacher")
+    student = made(teacher, tmp_path / "student", intermediate_size=16)
+    state, before = student.state_dict(), load_file(tmp_path / "teacher" / "model.safetensors")
+    same = [name for name in state if "mlp" not in name]
+    assert all(torch.equal(state[name], before[name]) for name in same)
+    for layer in range(3):
+        mlp = f"model.layers.{layer}.mlp"
+        norms = [
+            before[f"{mlp}.{part}_proj.weight"].norm(dim=axis) for part, axis in (("gate", 1), ("up", 1), ("down", 0))
+        ]
+        kept = sorted(np.argsort(-(norms[0] * norms[1] * norms[2]).numpy())[:16])
+        assert torch.equal(state[f"{mlp}.down_proj.weight"], before[f"{mlp}.down_proj.weight"][:, kept])
+        assert torch.equal(state[f"{mlp}.up_proj.weight"], before[f"{mlp}.up_proj.weight"][kept])
+
+
+def test_checkpoints_without_the_prefix_of_the_base_model(tmp_path):
+    model = teacher_of("gpt2")
+    saved(model, tmp_path / "teacher")
+    file = tmp_path / "teacher" / "model.safetensors"
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file(bare, file, metadata={"format": "pt"})
+    sizes = {"keep_layers": (0, 2), "intermediate_size": 128, "low_rank": 32}
+    student = made(str(tmp_path / "teacher"), tmp_path / "student", **sizes)
+    assert torch.equal(student.transformer.h[1].mlp.c_fc.weight, model.transformer.h[2].mlp.c_fc.weight)
+
+
+def test_sharded_checkpoints_are_read_and_written(tmp_path, monkeypatch):
+    model = teacher_of("llama")
+    model.save_pretrained(tmp_path / "teacher", max_shard_size="40KB")
+    assert len(list((tmp_path / "teacher").glob("model-*.safetensors"))) > 2
+    monkeypatch.setattr(student_files, "_SHARD_BYTES", 30_000)
+    student = made(str(tmp_path / "teacher"), tmp_path / "student", layers=2)
+    assert len(list((tmp_path / "student").glob("model-*.safetensors"))) > 2
+    assert torch.equal(student.model.layers[1].mlp.up_proj.weight, model.model.layers[2].mlp.up_proj.weight)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.floats(0.05, 1.0))
+def test_low_rank_is_what_the_singular_values_say(rows, columns, rank, energy):
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 13 + columns))
+    values = np.linalg.svd(weight.double().numpy(), compute_uv=False)
+    rank = min(rank, len(values))
+    product, found = low_rank(weight, rank=rank)
+    assert (found.rank, found.full_rank) == (rank, len(values))
+    assert found.energy == pytest.approx((values[:rank] ** 2).sum() / (values**2).sum(), rel=1e-5)
+    assert (product - weight).norm().item() == pytest.approx(np.sqrt((values[rank:] ** 2).sum()), abs=2e-5)
+    assert np.linalg.matrix_rank(product.double().numpy(), tol=1e-5 * values[0]) == rank
+    _, chosen = low_rank(weight, energy=energy)
+    shares = np.cumsum(values**2) / (values**2).sum()
+    assert shares[chosen.rank - 1] >= energy - 1e-5
+    assert chosen.rank == 1 or shares[chosen.rank - 2] < energy + 1e-5
+
+
+def test_full_rank_returns_the_weights():
+    weight = torch.randn(6, 9, dtype=torch.bfloat16)
+    assert torch.equal(low_rank(weight, rank=9)[0], weight)
+    assert torch.equal(low_rank(weight, energy=1.0)[0], weight)
+    zeros, found = low_rank(torch.zeros(3, 4), energy=0.5)
+    assert not zeros.any() and (found.rank, found.energy) == (1, 1.0)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(0.01, 0.99), st.booleans())
+def test_sparsity_is_exact(rows, columns, share, repeated):
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + 17 * columns))
+    weight = weight.sign() if repeated else weight
+    count = round(share * rows * columns)
+    pruned = sparse(weight, share, prune="magnitude", granularity="unstructured")
+    assert int((pruned == 0).sum()) == count
+    assert torch.equal(pruned[pruned != 0], weight[pruned != 0])
+    gone = weight[pruned == 0].abs()
+    assert not len(gone) or count == weight.numel() or gone.max() <= pruned[pruned != 0].abs().min()
+    for prune, order in (("magnitude", 2), ("l1", 1)):
+        for axis, count in ((0, round(share * rows)), (1, round(share * columns))):
+            cut = sparse(weight, share, prune=prune, granularity="row", output_axis=axis)
+            dead = (cut == 0).all(dim=1 - axis)
+            assert int(dead.sum()) == count
+            norms = weight.norm(p=order, dim=1 - axis)
+            assert not count or dead.all() or norms[dead].max() <= norms[~dead].min() + 1e-6
+
+
+def test_l1_is_the_step_of_an_l1_penalty():
+    weight = torch.randn(20, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    pruned = sparse(weight, 0.5, prune="l1", granularity="unstructured")
+    threshold = weight.abs().flatten().sort().values[299]
+    expected = torch.nn.functional.softshrink(weight, float(threshold))
+    torch.testing.assert_close(pruned, expected, rtol=0, atol=1e-15)
+    assert int((pruned == 0).sum()) == 300
+
+
+def test_thinned_matrices_are_those_inside_the_layers(tmp_path):
+    model = teacher_of("gpt2")
+    teacher = saved(model, tmp_path / "teacher")
+    student = made(teacher, tmp_path / "student", low_rank=5, sparsity=0.25, granularity="row")
+    story = json.loads((tmp_path / "student" / "student.json").read_text())
+    assert len(story["low_rank"]) == len(story["zeros"]) == 12
+    for name, before in model.state_dict().items():
+        after = student.state_dict()[name]
+        if name in story["low_rank"]:
+            assert np.linalg.matrix_rank(after.numpy(), tol=1e-5) <= 5
+            assert story["zeros"][name] == pytest.approx(0.25)
+            assert int((after == 0).all(dim=0).sum()) == after.shape[1] // 4
+        else:
+            assert torch.equal(after, before)
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.setitem(main._COMMANDS, "student", ("student:student_command", "Cut a student out of a teacher."))
+
+    def call(*arguments: str) -> Result:
+        capsys.readouterr()
+        code = main.run(("student", *arguments))
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(teacher_of("llama"), tmp_path_factory.mktemp("student") / "teacher")
+
+
+def test_command_writes_a_model_and_says_how_much_is_left(shell, llama, tmp_path):
+    out = tmp_path / "made" / "student"
+    sizes = ("--layers", "2", "--heads", "4", "--intermediate", "24", "--low-rank-energy", "0.9", "--sparsity", "0.5")
+    dry = shell(llama, *sizes, "--output-dir", str(out), "--dry-run")
+    assert dry.code == 0 and "No files written" in dry.out and not out.parent.exists()
+    result = shell(llama, *sizes, "--output-dir", str(out))
+    assert result.code == 0, result.err
+    assert "layers kept: 0, 2" in result.out and "the file is no smaller" in result.out
+    assert [path.name for path in out.parent.iterdir()] == ["student"]
+    again = shell(llama, *sizes, "--output-dir", str(out))
+    assert again.code == 2 and "exists and is not empty; use --force" in again.err
+    forced = shell(llama, "--keep-layers", "0,1", "--output-dir", str(out), "--force", "--format", "json")
+    assert forced.code == 0, forced.err
+    story = json.loads(forced.out)
+    assert story["kept_layers"] == [0, 1] and story["output_dir"] == str(out)
+    assert story["widths"] is None and story["schema_version"] == 1
+    assert transformers.LlamaForCausalLM.from_pretrained(out).num_parameters() == story["student_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        ((), ["nothing is asked for"]),
+        (("--layers", "4"), ["the teacher has 3 layers"]),
+        (("--keep-layers", "2,1"), ["ascending"]),
+        (("--keep-layers", "0,3"), ["numbered from 0 to 2"]),
+        (("--keep-layers", "a"), ["must be numbers such as"]),
+        (("--heads", "3"), ["2 query heads for each key/value head, which 3 is no multiple of"]),
+        (("--heads", "6", "--kv-heads", "4"), ["must divide --heads = 6"]),
+        (("--heads", "8", "--kv-heads", "2"), ["4 for each, the teacher has 2"]),
+        (("--hidden", "20"), ["--hidden = 20: must be a multiple of the 8 query heads; take 16"]),
+        (("--prune", "l1", "--layers", "2"), ["give --sparsity"]),
+        (("--text", "x", "--layers", "2"), ["--importance activation"]),
+        (
+            ("--hidden", "64", "--intermediate", "100", "--layers", "0", "--sparsity", "1.5", "--low-rank-energy", "2"),
+            ["--hidden = 64: the teacher has 32", "--intermediate = 100", "--layers = 0", "--sparsity", "at most at 1"],
+        ),
+    ],
+)
+def test_bad_requests_are_told_at_once_and_write_nothing(shell, llama, tmp_path, flags, messages):
+    result = shell(llama, *flags, "--output-dir", str(tmp_path / "out"))
+    assert result.code == 2, result
+    assert len(result.err.splitlines()) == len(messages), result.err
+    assert all(message in result.err for message in messages), result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path):
+    mixtral = saved(teacher_of("mixtral"), tmp_path / "mixtral")
+    with pytest.raises(UsageError, match="widths are cut in bert, gpt2, llama, mistral, qwen2, qwen3 only; --layers"):
+        plan_student(mixtral, StudentRequest(hidden_size=16))
+    bert = saved(teacher_of("bert"), tmp_path / "bert")
+    with pytest.raises(UsageError, match="4 · 8, in this family; give --hidden 24 alone"):
+        plan_student(bert, StudentRequest(hidden_size=28, heads=4))
+    sizes = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 3, "d_ff": 64, "vocab_size": VOCAB}
+    t5 = saved(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), tmp_path / "t5")
+    with pytest.raises(UsageError, match="one plain stack of layers"):
+        plan_student(t5, StudentRequest(layers=2))
+    make_student(plan_student(t5, StudentRequest(sparsity=0.5)), t5, tmp_path / "thin")
+    zeros = json.loads((tmp_path / "thin" / "student.json").read_text())["zeros"]
+    assert len(zeros) == 3 * 6 + 3 * 10 and set(zeros.values()) == {0.5}
+
+
+def test_layers_that_would_become_another_kind_are_refused(tmp_path):
+    values = DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 4}
+    config = transformers.Qwen3MoeConfig(**values, decoder_sparse_step=2)
+    teacher = saved(transformers.Qwen3MoeForCausalLM(config), tmp_path / "teacher")
+    with pytest.raises(UsageError, match="would become layer 1, which this family builds otherwise") as error:
+        plan_student(teacher, StudentRequest(keep_layers=(0, 2)))
+    assert len(error.value.faults) == 1
+    made(teacher, tmp_path / "student", keep_layers=(0, 3))
+
+
+def test_damaged_or_missing_weights_leave_nothing_behind(tmp_path):
+    teacher = saved(teacher_of("llama"), tmp_path / "teacher")
+    file = tmp_path / "teacher" / "model.safetensors"
+    whole = file.read_bytes()
+    plan = plan_student(teacher, StudentRequest(layers=2))
+    file.write_bytes(whole[:-100])
+    with pytest.raises(RefusedInputError):
+        make_student(plan, teacher, tmp_path / "student")
+    file.unlink()
+    with pytest.raises(RefusedInputError, match="no safetensors weights"):
+        make_student(plan, teacher, tmp_path / "student")
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
