@@ -35,7 +35,7 @@ class OutputHead:
     @property
     def vocab_size(self) -> int:
         """Columns of the logits, padding included."""
-        return self.weight_VH.shape[0]
+        return int(self.weight_VH.shape[0])
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Return logits of shape [N, V] in the dtype of the hidden states."""

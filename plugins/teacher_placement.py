@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.teacher_placement import TeacherPlacement
 from .output_heads import OutputHead, head_module, logit_shape, output_head
+from .whole_loading import weights_on_every_rank
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +115,7 @@ def load_teacher(
             Fault(where="teacher_placement", value="cached", rule="reads a cache, there is nothing to load")
         )
     partitioned = placement in ("sharded", "offloaded") and engine != "fsdp2" and _launched_ranks() > 1
-    with _partitioning(sharded=partitioned, offloaded=placement == "offloaded", dtype=dtype):
+    with weights_on_every_rank(), _partitioning(sharded=partitioned, offloaded=placement == "offloaded", dtype=dtype):
         teacher = AutoModelForCausalLM.from_pretrained(
             name,
             revision=revision,

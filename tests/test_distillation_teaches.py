@@ -9,7 +9,7 @@ import pytest
 import torch
 from distilling import tiny, training_arguments
 from shardwright.trainers.distillation import AttentionTerm, DistillationConfig, DistillationTrainer, HiddenStateTerm
-from transformers import PreTrainedModel, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 WORDS, SAMPLES, HELD_OUT, LENGTH, STEPS = 64, 256, 64, 24, 48

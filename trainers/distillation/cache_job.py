@@ -96,15 +96,6 @@ def _samples(settings: CacheSettings, tokenizer: Any) -> Samples:
     )
 
 
-def expected_key(
-    cache: TeacherCache, teacher: str, revision: str | None, tokenizer: Any, *, rendered_by_template: bool
-) -> CacheKey:
-    """Return the key that a cache must have to stand for a teacher; its record's layout is its own."""
-    flags: Any = SimpleNamespace(model=teacher, revision=revision)
-    identity = weights_identity(teacher, revision, load_config(flags))
-    return cache_key(teacher, identity, tokenizer, cache.key.layout, rendered_by_template=rendered_by_template)
-
-
 def run_cache_job(job: CacheJob, directory: Path, *, on_progress: Callable[[Progress], None]) -> TeacherCache:
     """Load the teacher and store its answers.
 

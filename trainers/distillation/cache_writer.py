@@ -47,12 +47,11 @@ def cache_key(
     teacher: str, weights: str, tokenizer: Any, layout: RecordFormat, *, rendered_by_template: bool
 ) -> CacheKey:
     """Return the key of a cache."""
-    template = str(getattr(tokenizer, "chat_template", None) or "") if rendered_by_template else ""
     return CacheKey(
         teacher=teacher,
         weights=weights,
         tokenizer=tokenizer_hash(tokenizer),
-        template=hashlib.sha256(template.encode()).hexdigest(),
+        template=template_hash(tokenizer, used=rendered_by_template),
         layout=layout,
     )
 
@@ -62,6 +61,12 @@ def tokenizer_hash(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def template_hash(tokenizer: Any, *, used: bool) -> str:
+    """Return a hash of the chat template; that of an empty one where no conversation is rendered."""
+    template = str(getattr(tokenizer, "chat_template", None) or "") if used else ""
+    return hashlib.sha256(template.encode()).hexdigest()
 
 
 def weights_identity(name: str, revision: str | None, config: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,7 +72,7 @@ class Alignment(torch.nn.Module):
         return normalise(self.image(images_bD), dim=-1), normalise(self.text(texts_bD), dim=-1)
 
 
-class CLIPDistillationTrainer(Trainer):  # type: ignore[misc]
+class CLIPDistillationTrainer(Trainer):
     """Trains a model with `image_embeds`, `text_embeds` and a `logit_scale`, as CLIP's, against a larger one.
 
     Negatives are those of all ranks, and gradients are those of one process with the whole batch. Contrastive losses
@@ -136,7 +136,7 @@ class CLIPDistillationTrainer(Trainer):  # type: ignore[misc]
             taught_images, taught_texts = (gather_rows(value) for value in (taught.image_embeds, taught.text_embeds))
         joined = alignment(outputs.image_embeds, outputs.text_embeds)
         joined_images, joined_texts = (gather_rows(value) for value in joined)
-        terms = {
+        terms: dict[str, Callable[[], torch.Tensor]] = {
             "task": lambda: task_loss(images, texts, student.logit_scale),
             "similarity": lambda: similarity_loss(
                 (images, texts, student.logit_scale),
@@ -151,7 +151,9 @@ class CLIPDistillationTrainer(Trainer):  # type: ignore[misc]
             ),
         }
         found = {name: term() for name, term in terms.items() if getattr(self.distillation, name) > 0}
-        unused = 0.0 * sum(parameter.sum() for parameter in alignment.parameters())
+        unused: Any = 0.0
+        for parameter in alignment.parameters():
+            unused = unused + 0.0 * parameter.sum()
         return {name: value + unused for name, value in found.items()}
 
     def _record(self, terms: Mapping[str, torch.Tensor], *, training: bool) -> None:

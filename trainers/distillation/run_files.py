@@ -128,9 +128,12 @@ def combination_faults(settings: DistillSettings) -> list[Fault]:
     faults = []
     cached = settings.teacher_placement == "cached"
     if settings.cross_tokenizer:
-        rule = "this command teaches models of one tokenizer"
-        fix = "choose a teacher of the student's family"
-        faults.append(Fault(where="cross_tokenizer", value=True, rule=rule, fix=fix))
+        rule = "positions differ between tokenizers"
+        faults += [
+            Fault(where=name, value=getattr(settings, name), rule=rule, fix="drop it or --cross-tokenizer")
+            for name in ("hidden_states", "attention", "on_policy")
+            if getattr(settings, name)
+        ]
     if not settings.dataset:
         faults.append(Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help"))
     if cached and settings.teacher_cache is None:

@@ -102,7 +102,7 @@ def prepare(
         with _collecting(faults):
             samples = _samples(settings, tokenizers[0])
             if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
-                samples = _stored(samples, settings, teacher, tokenizers[1])
+                samples = _stored(samples, settings, teacher, tokenizers)
     if faults:
         raise UsageError(faults)
     assert hardware and loaded_student and loaded_teacher and tokenizers and samples, "what failed left a fault"
@@ -207,17 +207,22 @@ def _samples(settings: DistillSettings, tokenizer: Any) -> Samples:
     return found
 
 
-def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizer: Any) -> Samples:
+def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizers: tuple[Any, Any, Any]) -> Samples:
     """Check that a cache is this teacher's and knows what is trained on; keep the held-out samples that it knows."""
-    from .cache_writer import tokenizer_hash, weights_identity
+    from .cache_writer import template_hash, tokenizer_hash, weights_identity
     from .teacher_cache import TeacherCache, read_manifest
 
     directory = Path(settings.teacher_cache or "")
     where = f"teacher_cache {directory}"
     key, _ = read_manifest(directory)
     config = load_config(model_flags(teacher, settings.teacher_revision))
-    weights = weights_identity(teacher, settings.teacher_revision, config)
-    cache = TeacherCache.open(directory, replace(key, weights=weights, tokenizer=tokenizer_hash(tokenizer)))
+    expected = replace(
+        key,
+        weights=weights_identity(teacher, settings.teacher_revision, config),
+        tokenizer=tokenizer_hash(tokenizers[1]),
+        template=template_hash(tokenizers[0], used=samples.statistics.kind == "messages"),
+    )
+    cache = TeacherCache.open(directory, expected)
     layout, faults = cache.key.layout, []
     if settings.temperature not in layout.temperatures:
         rule = (

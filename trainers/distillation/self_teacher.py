@@ -30,7 +30,7 @@ def frozen_copy(model: Any) -> Any:
     return teacher.eval()
 
 
-class MovingAverage(TrainerCallback):  # type: ignore[misc]
+class MovingAverage(TrainerCallback):
     """Keeps a teacher at the exponential moving average of the student: ``θ' ← d θ' + (1 - d) θ`` (arXiv 1703.01780).
 
     Buffers are copied. Under FSDP2 the average is of whole weights, gathered one at a time.

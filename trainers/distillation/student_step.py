@@ -147,9 +147,10 @@ class StudentStep:
         assert self.features is not None
         loss: Any = 0.0
         if self.features.hidden_term is not None:
-            student = hidden_states_of(outputs)
+            student, taught = hidden_states_of(outputs), self.lesson.hidden_states
+            assert taught is not None, "the teacher was asked for its hidden states"
             weights_BS = self.batch.position_weights()
-            distance = self.features.hidden_sum(student, self.lesson.hidden_states, weights_BS)
+            distance = self.features.hidden_sum(student, taught, weights_BS)
             self.sums["hidden_states"] = distance.detach()
             loss = loss + self.features.hidden_term.weight * distance
         if self.features.attention_term is not None:

@@ -116,7 +116,8 @@ class AdapterOff:
     """The student's base model as its teacher, through the student's own wrapper."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._running = trainer, None
+        self._trainer = trainer
+        self._running: Any = None
         if not hasattr(trainer.model, "disable_adapter"):
             rule = "the student has no PEFT adapter to switch off"
             raise UsageError(Fault(where="self_teacher", value="adapter_off", rule=rule, fix="use frozen_copy"))

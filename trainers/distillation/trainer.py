@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROJECTORS = "distillation_projectors"
 
 
-class DistillationTrainer(Trainer):  # type: ignore[misc]
+class DistillationTrainer(Trainer):
     """Trains a student on labels and on what a teacher makes of the same tokens.
 
     The loss is the mean over all labelled tokens of an optimizer step, over all ranks and micro-batches:
@@ -84,7 +84,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             import inspect
 
             extra |= {*inspect.signature(type(teacher.model).forward).parameters} - {"self", "kwargs", "args"}
-        self._signature_columns = sorted({*self._signature_columns, *extra})
+        self._signature_columns: list[str] = sorted({*self._signature_columns, *extra})
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -183,7 +183,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             raise UsageError(Fault(where="labels", rule=rule, fix="check the chat template or the prompt mask"))
 
     def _progress(self) -> float:
-        return self.state.global_step / max(1, self.state.max_steps)
+        return float(self.state.global_step / max(1, self.state.max_steps))
 
     def _early_exit(self, inner: Any) -> Any:
         own = self.distillation.self_teacher
@@ -237,7 +237,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | int | None:
         if self.distillation.is_plain_training or not batch_samples:
-            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[no-any-return]
+            return super()._get_num_items_in_batch(batch_samples, device)
         weight = global_weight(batch_samples, shifts=self._loss_shifts_labels).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             weight = self.accelerator.gather(weight.reshape(1)).sum()

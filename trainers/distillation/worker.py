@@ -32,13 +32,13 @@ from ...plugins.transformers import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
-from ...plugins.whole_loading import weights_on_every_rank
 from ..train_causal_lm import chosen_engine, load_config, load_model
 from .datasets import collate
 from .run_files import (
     EVALUATION_SAMPLES,
     METRICS_FILE,
     RESULT_FILE,
+    TEACHER_TOKENIZER,
     TOKENIZER,
     TRAIN_SAMPLES,
     WorkerJob,
@@ -101,14 +101,13 @@ def _teacher(job: WorkerJob, arguments: Any, engine: Any) -> Any:
     from ...plugins.teacher_placement import load_teacher
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
-    with weights_on_every_rank():
-        return load_teacher(
-            job.teacher,
-            revision=job.settings.teacher_revision,
-            placement=job.placement,
-            dtype=dtype,
-            engine=engine if job.world_size > 1 else "single",
-        )
+    return load_teacher(
+        job.teacher,
+        revision=job.settings.teacher_revision,
+        placement=job.placement,
+        dtype=dtype,
+        engine=engine if job.world_size > 1 else "single",
+    )
 
 
 def _trainer(job: WorkerJob, work: Path, arguments: Any, student: Any, teacher: Any, tokenizer: Any) -> Any:
@@ -132,7 +131,16 @@ def _trainer(job: WorkerJob, work: Path, arguments: Any, student: Any, teacher: 
         eval_dataset=samples[1],
         data_collator=partial(collate, pad_token_id=pad or 0),
         processing_class=tokenizer,
+        teacher_tokenizer=_teacher_tokenizer(job, work),
     )
+
+
+def _teacher_tokenizer(job: WorkerJob, work: Path) -> Any:
+    if not job.settings.cross_tokenizer:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(work / TEACHER_TOKENIZER), trust_remote_code=False)
 
 
 def _last_checkpoint(arguments: Any) -> str | None:
