@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
 import shutil
 import subprocess
@@ -23,6 +25,33 @@ def test_compare_layouts():
     ).stdout
     assert "chosen      zero1" in shown
     assert "too large   ddp" in shown
+
+
+SHOWN = {
+    "distill_causal_lm": "and hidden states",
+    "distill_cached": "taught from the cache",
+    "distill_classifier": "the same and its teacher",
+    "distill_clip": "the same and its teacher",
+    "distill_self": "held by its base",
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_distillation_examples_run_with_few_steps(name, monkeypatch, capsys):
+    """What they teach takes half a minute each and is shown in docs/distillation.md; here they run to their end."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    train = example.train
+
+    def briefly(*arguments, **named):
+        bound = inspect.signature(train).bind(*arguments, **named)
+        bound.arguments["steps"] = 2
+        return train(*bound.args, **bound.kwargs)
+
+    monkeypatch.setattr(example, "train", briefly)
+    example.main()
+    assert SHOWN[name] in capsys.readouterr().out
 
 
 @pytest.mark.distributed

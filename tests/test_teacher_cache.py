@@ -297,3 +297,81 @@ class TestBadInput:
         with pytest.raises(UsageError) as caught:
             RecordFormat(top_k=0, vocab_size=1, temperatures=(1.0, 1.0), value_bits=1)
         assert [fault.where for fault in caught.value.faults] == ["vocab_size", "top_k", "value_bits", "temperatures"]
+
+
+class TestCommand:
+    """The command itself, with a model and a text on disk."""
+
+    @pytest.fixture()
+    def files(self, tmp_path: Path) -> tuple[str, str]:
+        from shardwright.plugins.transformers import byte_tokenizer
+
+        tiny("llama", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "teacher")
+        byte_tokenizer(VOCAB_SIZE).save_pretrained(tmp_path / "teacher")
+        (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} of a text." * 4 for index in range(40)))
+        return str(tmp_path / "teacher"), str(tmp_path / "text.txt")
+
+    def arguments(self, files: tuple[str, str], *more: str) -> list[str]:
+        data = () if "--dataset" in more else ("--dataset", files[1])
+        return ["cache-teacher", files[0], *data, "--seq-len", "32", *more]
+
+    def test_writes_what_distill_reads(
+        self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from shardwright.cli.main import run
+        from shardwright.trainers.distillation.datasets import load_samples
+        from transformers import AutoTokenizer
+
+        output = tmp_path / "answers"
+        command = self.arguments(files, "--output-dir", str(output), "--temperature", "2", "--format", "json")
+        assert run(command) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["temperatures"] == [2.0]
+        assert shown["bytes"] == shown["tokens"] * shown["bytes_per_token"]
+        cache = TeacherCache.open(output)
+        samples = load_samples(files[1], AutoTokenizer.from_pretrained(files[0]), seq_len=32)
+        assert all(sample["input_ids"] in cache for sample in (*samples.train, *samples.evaluation))
+        assert len(cache) <= shown["tokens"]
+        before = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
+        assert run(command) == 0
+        assert {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")} == before
+
+    def test_dry_run_writes_nothing(
+        self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from shardwright.cli.main import run
+
+        before = sorted(tmp_path.rglob("*"))
+        assert run(self.arguments(files, "--dry-run")) == 0
+        assert "Nothing was run or written." in capsys.readouterr().out
+        assert sorted(tmp_path.rglob("*")) == before
+
+    @pytest.mark.parametrize(
+        ("more", "code", "line"),
+        [
+            (("--batch-size", "0"), 2, "--output-dir: is needed"),
+            (("--dry-run", "--top-k", "0"), 2, "top_k = 0: from 1"),
+            (("--dry-run", "--temperature", "-1"), 2, "temperatures = (-1.0,): one or more, above 0"),
+            (("--dry-run", "--revision", "main"), 2, "only a Hub model has revisions"),
+            (("--dry-run", "--dataset", "nowhere.txt"), 2, "nowhere.txt"),
+        ],
+    )
+    def test_bad_input(
+        self,
+        files: tuple[str, str],
+        more: tuple[str, ...],
+        code: int,
+        line: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        from shardwright.cli.main import run
+
+        assert run(self.arguments(files, *more)) == code
+        assert line in capsys.readouterr().err
+
+    def test_no_weights(self, files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+        from shardwright.cli.main import run
+
+        (Path(files[0]) / "model.safetensors").unlink()
+        assert run(self.arguments(files, "--dry-run")) == 4
+        assert "has no safetensors weights to answer with" in capsys.readouterr().err
