@@ -30,7 +30,7 @@ def test_commands_and_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        for command in re.findall(r"`shardwright ([a-z]+)", text):
+        for command in re.findall(r"`shardwright ([a-z-]+)", text):
             assert command in commands, f"{page.name} names `shardwright {command}`"
         for target in re.findall(r"(?:^    |`)make ([a-z]+)", text, flags=re.MULTILINE):
             assert target in targets, f"{page.name} names `make {target}`"
