@@ -18,6 +18,7 @@ from shardwright.trainers.distillation import (
     Schedule,
     SelfTeacher,
 )
+from shardwright.trainers.distillation.batch import split_batch
 from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, own_randomness, prompts_of
 
 ALPHA, TEMPERATURE = 0.6, 2.0
@@ -246,6 +247,25 @@ class TestSelfTeachers:
         assert torch.allclose(trainer.teacher.model.model.norm.weight, expected, atol=1e-7)
         assert not torch.equal(expected, start)
 
+    def test_a_moving_average_goes_on_after_resuming(self, tmp_path: Path) -> None:
+        config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="ema", decay=0.6))
+        averages = []
+        for directory, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-2"))):
+            trainer = DistillationTrainer(
+                model=tiny("llama"),
+                args=training_arguments(tmp_path / directory, max_steps=4, save_strategy="steps", save_steps=2),
+                distillation=config,
+                train_dataset=rows("llama", 8),
+                data_collator=collate,
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            averages.append(trainer.teacher.model.state_dict())
+        for name, value in averages[0].items():
+            assert torch.allclose(value, averages[1][name], atol=1e-6), name
+        (tmp_path / "whole" / "checkpoint-2" / "ema_teacher.safetensors").unlink()
+        with pytest.raises(UsageError, match=r"has no ema_teacher\.safetensors"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+
     def test_the_base_model_teaches_its_adapter(self, tmp_path: Path) -> None:
         from peft import LoraConfig, get_peft_model
 
@@ -373,6 +393,20 @@ class TestBadInput:
                 DistillationConfig(),
                 label_smoothing_factor=0.1,
             )
+
+    def test_a_loss_function_that_nobody_would_call(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="compute_loss_func: would not be called"):
+            DistillationTrainer(
+                model=tiny("llama"),
+                args=training_arguments(tmp_path),
+                teacher=tiny("llama"),
+                compute_loss_func=lambda outputs, labels, **named: outputs.logits.sum(),
+            )
+
+    def test_weights_beside_the_labels_of_a_shard(self) -> None:
+        batch = {"input_ids": torch.ones(1, 4), "shift_labels": torch.ones(1, 4), "token_weights": torch.ones(1, 4)}
+        with pytest.raises(UsageError, match="token_weights: cannot be shifted"):
+            split_batch(batch, shifts=True)
 
     def test_nan_from_the_teacher(self, tmp_path: Path) -> None:
         teacher = tiny("llama", seed=1)

@@ -65,7 +65,7 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
     """Split a batch; labels and weights move one to the left where the model predicts the next token.
 
     Raises:
-        UsageError: the batch has no labels, or labels that are no classes.
+        UsageError: the batch has no labels, labels that are no classes, or weights beside a shard's labels.
     """
     import torch
 
@@ -75,6 +75,9 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
         rule = "batches need labels, which tell the positions that are distilled"
         raise UsageError(Fault(where="labels", rule=rule, fix="copy input_ids and mask what is not to be learned"))
     weights = inputs.pop(TOKEN_WEIGHTS, None)
+    if weights is not None and labels is None:
+        rule = "cannot be shifted like the labels across the shards of a sequence"
+        raise UsageError(Fault(where=TOKEN_WEIGHTS, rule=rule, fix="leave sp_size at 1, or mask labels"))
     teacher_rows = inputs.pop(TEACHER_ROWS, None)
     moves = shifts and shifted is None
     labels = shifted if shifted is not None else labels

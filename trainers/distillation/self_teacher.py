@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -13,6 +14,8 @@ from ...ds_configs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+AVERAGE_FILE = "ema_teacher.safetensors"
 
 
 def frozen_copy(model: Any) -> Any:
@@ -54,6 +57,32 @@ class MovingAverage(TrainerCallback):
             for name, buffer in student.named_buffers():
                 if name in own_buffers:
                     own_buffers[name].copy_(buffer)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the average into the checkpoint."""
+        from safetensors.torch import save_model
+
+        if args.process_index == 0:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            unfinished = checkpoint / (AVERAGE_FILE + ".partial")
+            save_model(self._teacher, str(unfinished))
+            unfinished.replace(checkpoint / AVERAGE_FILE)
+
+    def load(self, checkpoint: str) -> None:
+        """Go on from the average of a checkpoint.
+
+        Raises:
+            UsageError: the checkpoint has none.
+        """
+        from safetensors.torch import load_model
+
+        path = Path(checkpoint) / AVERAGE_FILE
+        if not path.is_file():
+            rule = f"has no {AVERAGE_FILE}, and its average cannot be told from its weights"
+            raise UsageError(
+                Fault(where=str(checkpoint), rule=rule, fix="resume from a run with the same self_teacher")
+            )
+        load_model(self._teacher, str(path), device=str(next(self._teacher.parameters()).device))
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

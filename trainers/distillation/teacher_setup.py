@@ -34,11 +34,26 @@ class TeacherSetup:
         self._teacher, self._placement, self._distillation = teacher, placement, distillation
         faults = _argument_faults(student, arguments)
         if not distillation.is_plain_training:
+            if arguments is not None and arguments.n_gpu > 1:
+                rule = "one process drives several accelerators (DataParallel), which no loss here is exact under"
+                faults.append(
+                    Fault(where="n_gpu", value=arguments.n_gpu, rule=rule, fix="start with accelerate launch")
+                )
             faults += _teacher_faults(teacher, distillation)
         if faults:
             raise UsageError(faults)
         if teacher is not None and not distillation.is_plain_training:
             _warn_of_swapped_sizes(student, teacher)
+
+    def check_trainer_arguments(self, given: dict[str, Any]) -> None:
+        """Refuse what the Trainer takes and a distillation would leave unread.
+
+        Raises:
+            UsageError: a loss function of the user's own.
+        """
+        if given.get("compute_loss_func") is not None and not self._distillation.is_plain_training:
+            rule = "would not be called: the terms of `distillation` are the loss"
+            raise UsageError(Fault(where="compute_loss_func", rule=rule, fix="use the Trainer, or set alpha to 0"))
 
     def cross_tokenizer(self, arguments: dict[str, Any], teacher_tokenizer: Any) -> CrossTokenizerLoss | None:
         """Return the loss between different tokenizers, and let the collator give it what it reads; `None` without.
@@ -108,7 +123,8 @@ class TeacherSetup:
         copied = frozen_copy(inner_model(trainer))
         if own.kind == "ema":
             copied = copied.float()
-            trainer.add_callback(MovingAverage(copied, lambda: inner_model(trainer), own.decay))
+            trainer.moving_average = MovingAverage(copied, lambda: inner_model(trainer), own.decay)
+            trainer.add_callback(trainer.moving_average)
         return _placed(trainer, copied, "replica")
 
 

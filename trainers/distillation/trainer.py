@@ -58,6 +58,7 @@ class DistillationTrainer(Trainer):
     ) -> None:
         self.distillation = distillation or DistillationConfig()
         setup = TeacherSetup(model, teacher, teacher_placement, self.distillation, args)
+        setup.check_trainer_arguments(kwargs)
         self._cross_tokenizer = setup.cross_tokenizer(kwargs, teacher_tokenizer)
         super().__init__(model=model, args=args, **kwargs)
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
@@ -65,6 +66,7 @@ class DistillationTrainer(Trainer):
         self._keeps_logits = False
         self.teacher: Any = None
         self.teacher_cache: Any = None
+        self.moving_average: Any = None
         self._features: Any = None
         if self.distillation.is_plain_training:
             return
@@ -274,6 +276,12 @@ class DistillationTrainer(Trainer):
             objective = self.distillation.objective(self._progress())
             logs = {**logs, **means, "alpha": objective.alpha, "temperature": objective.temperature}
         super().log(logs, *args, **kwargs)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None and self.moving_average is not None:
+            self.moving_average.load(resume_from_checkpoint)
+        return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Give projectors a learning rate of their own where one is set."""
