@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..trainers.distillation.cache_writer import Progress
 
 _Flag = Parameter(negative="")
+_PROGRESS_INTERVAL_S = 5.0
 
 
 def cache_teacher_command(
@@ -107,7 +109,7 @@ def cache_teacher_command(
         job = prepare_cache(settings)
         if not dry_run:
             assert output_dir is not None
-            run_cache_job(job, output_dir, on_progress=_progress)
+            run_cache_job(job, output_dir, on_progress=_ProgressLines().show)
     _show(job, None if dry_run else output_dir, as_json=format == "json")
     return 0
 
@@ -124,12 +126,22 @@ def _check(output_dir: Path | None, *, dry_run: bool, batch_size: int, seq_len: 
         raise UsageError(faults)
 
 
-def _progress(progress: Progress) -> None:
-    print(
-        f"{progress.done_samples} of {progress.all_samples} samples, {progress.tokens_per_s:,.0f} tokens/s, "
-        f"{progress.remaining_s:.0f} s left",
-        file=sys.stderr,
-    )
+class _ProgressLines:
+    """Prints how far writing is: first, last, and at most once in `_PROGRESS_INTERVAL_S`."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def show(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_s and progress.done_samples < progress.all_samples:
+            return
+        self._next_s = now_s + _PROGRESS_INTERVAL_S
+        print(
+            f"{progress.done_samples} of {progress.all_samples} samples, {progress.tokens_per_s:,.0f} tokens/s, "
+            f"{progress.remaining_s:.0f} s left",
+            file=sys.stderr,
+        )
 
 
 def _show(job: CacheJob, output_dir: Path | None, *, as_json: bool) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import resource
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,13 @@ from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, U
 from shardwright.plugins.teacher_placement import PlacedTeacher
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache_format import RecordFormat, decode, encode, log_probabilities
-from shardwright.trainers.distillation.cache_writer import answers_of, cache_key, write_cache
+from shardwright.trainers.distillation.cache_writer import (
+    Progress,
+    answers_of,
+    cache_key,
+    tokenizer_hash,
+    write_cache,
+)
 from shardwright.trainers.distillation.objective import LogitTargets, TokenObjective, TopKTargets
 from shardwright.trainers.distillation.plain_loss import plain_token_loss
 from shardwright.trainers.distillation.teacher_cache import CachedTeacherDataset, TeacherCache
@@ -25,12 +35,12 @@ from shardwright.trainers.distillation.teacher_cache import CachedTeacherDataset
 K = 50
 
 
-@pytest.mark.parametrize(("vocab_size", "expected"), [(32_000, 114), (128_256, 127), (151_936, 128), (262_144, 133)])
+@pytest.mark.parametrize(("vocab_size", "expected"), [(32_000, 112), (128_256, 125), (151_936, 126), (262_144, 131)])
 def test_bytes_of_a_record(vocab_size: int, expected: int) -> None:
-    """By hand for 151,936: 50 · 11 low, 50 + 74 + 1 high and 50 · 6 depth bits are 975, 122 bytes, and 6 more."""
+    """By hand for 151,936: 50 · 11 low, 50 + 74 + 1 high and 50 · 6 depth bits are 975, 122 bytes, and 4 more."""
     layout = RecordFormat(top_k=K, vocab_size=vocab_size, temperatures=(1.0,))
     assert layout.record_bytes == expected
-    assert RecordFormat(top_k=K, vocab_size=vocab_size, temperatures=(1.0, 2.0)).record_bytes == expected + 4
+    assert RecordFormat(top_k=K, vocab_size=vocab_size, temperatures=(1.0, 2.0)).record_bytes == expected + 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -193,8 +203,6 @@ def test_cached_and_live_teacher_teach_alike() -> None:
 
 
 def test_training_from_the_cache(pair: Any, tmp_path: Path) -> None:
-    import copy
-
     teacher, student, rows = pair
     cache = written(tmp_path / "cache", pair)
     found = {}
@@ -229,6 +237,42 @@ def test_writing_goes_on_where_it_was(pair: Any, tmp_path: Path) -> None:
         assert np.array_equal(parts[0].ids_NK, parts[1].ids_NK)
         assert np.allclose(parts[0].depths_NK, parts[1].depths_NK, atol=0.05)
     assert both.damaged_files() == []
+
+
+def test_progress_is_told_at_every_batch(pair: Any, tmp_path: Path) -> None:
+    teacher, _, rows = pair
+    told: list[Progress] = []
+    layout = RecordFormat(top_k=K, vocab_size=VOCAB_SIZE, temperatures=(1.0,))
+    key = cache_key("teacher", "one", Words(VOCAB_SIZE), layout, rendered_by_template=False)
+    samples = [row["input_ids"] for row in rows]
+    placed = PlacedTeacher(teacher, teacher, "replica")
+    write_cache(tmp_path, key, placed, samples, batch_size=10, device="cpu", on_progress=told.append)
+    assert [(one.done_samples, one.all_samples) for one in told] == [(10, 24), (20, 24), (24, 24)]
+    assert told[-1].remaining_s == 0
+    assert all(one.tokens_per_s > 0 for one in told)
+
+
+def test_a_copy_maps_the_files_itself(pair: Any, tmp_path: Path) -> None:
+    """Processes of a data loader that are not forked get their dataset by the protocol that copies use."""
+    cache = written(tmp_path / "cache", pair)
+    ids = pair[2][0]["input_ids"]
+    found = copy.deepcopy(CachedTeacherDataset(pair[2][:1], cache))
+    assert found[0]["teacher_rows"] == cache.rows_of(ids)
+    (tmp_path / "cache" / "manifest.json").unlink()
+    with pytest.raises(RefusedInputError, match="has no manifest"):
+        copy.deepcopy(cache)
+
+
+def test_how_a_tokenizer_was_last_called_does_not_change_its_hash() -> None:
+    from shardwright.plugins.transformers import byte_tokenizer
+
+    tokenizer = byte_tokenizer(VOCAB_SIZE)
+    tokenizer.pad_token = tokenizer.eos_token
+    before = tokenizer_hash(tokenizer)
+    tokenizer(["a long text", "text"], truncation=True, max_length=5, padding=True)
+    assert tokenizer_hash(tokenizer) == before
+    tokenizer.add_tokens(["<new>"])
+    assert tokenizer_hash(tokenizer) != before
 
 
 def test_reading_is_fast_enough_to_hide(pair: Any, tmp_path: Path) -> None:
@@ -275,9 +319,43 @@ class TestBadInput:
             TeacherCache.open(tmp_path / "cache")
         file.write_bytes(content[:-5] + bytes(5))
         assert TeacherCache.open(tmp_path / "cache").damaged_files() == [file.name]
+        with pytest.raises(RefusedInputError, match=rf"{file.name}: is not what was written"):
+            written(tmp_path / "cache", pair)
         (tmp_path / "cache" / "manifest.json").write_text("{")
         with pytest.raises(RefusedInputError, match="cannot be read"):
             TeacherCache.open(tmp_path / "cache")
+
+    def test_damaged_records(self) -> None:
+        layout = RecordFormat(top_k=5, vocab_size=100, temperatures=(1.0,))
+        records = encode(answers_of(torch.randn(3, 100), layout), layout)
+        for byte in (0, 255):
+            damaged = records.copy()
+            damaged[1, : layout.packed_bytes] = byte
+            with pytest.raises(UsageError, match="holds records that are damaged"):
+                decode(damaged, layout)
+
+    def test_records_of_another_size(self, pair: Any, tmp_path: Path) -> None:
+        written(tmp_path / "cache", pair)
+        manifest = tmp_path / "cache" / "manifest.json"
+        content = json.loads(manifest.read_text())
+        content["key"]["layout"]["temperatures"] = [1.0]
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(RefusedInputError, match=r"holds records of shape \[1536, \d+\]"):
+            TeacherCache.open(tmp_path / "cache")
+
+    @pytest.fixture()
+    def small_disk(self) -> Iterator[None]:
+        """Files may have 4,096 bytes, as if the disk were full after them."""
+        limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        yield
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+    def test_a_full_disk(self, pair: Any, tmp_path: Path, small_disk: None) -> None:
+        with pytest.raises(ShardwrightError, match="cannot be written"):
+            written(tmp_path / "cache", pair)
+        assert list((tmp_path / "cache").iterdir()) == []
 
     def test_another_version(self, pair: Any, tmp_path: Path) -> None:
         written(tmp_path / "cache", pair)
@@ -335,6 +413,9 @@ class TestCommand:
         before = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
         assert run(command) == 0
         assert {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")} == before
+        capsys.readouterr()
+        assert run([*command, "--top-k", "5"]) == 4
+        assert "holds other records" in capsys.readouterr().err
 
     def test_dry_run_writes_nothing(
         self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -32,13 +32,16 @@ class Layout:
     sequence_parallel: int = 1
     on_policy: bool = False
     features: bool = False
+    lora: bool = False
+    idle_rank: bool = False
+    """Whether the second rank's samples have no label at all."""
 
     @property
     def name(self) -> str:
         engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
         extra = "-packed" * self.packed + "-checkpointed" * self.checkpointing
         extra += f"-sp{self.sequence_parallel}" * (self.sequence_parallel > 1) + "-on-policy" * self.on_policy
-        extra += "-features" * self.features
+        extra += "-features" * self.features + "-lora" * self.lora + "-idle-rank" * self.idle_rank
         return f"{engine}-x{self.accumulation}-{self.implementation}-{self.teacher}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
@@ -55,6 +58,7 @@ class Layout:
             "weight_decay": 0.0,
             "max_grad_norm": 0.0,
             "max_steps": 1,
+            "train_sampling_strategy": "sequential" if self.idle_rank else "random",
             "logging_steps": 1,
             "save_strategy": "no",
             "report_to": "none",
@@ -112,6 +116,20 @@ FEATURES = [
     Layout(engine="fsdp2", teacher="sharded", features=True, accumulation=3),
 ]
 
+LORA = [
+    Layout(lora=True, accumulation=3),
+    Layout(engine="deepspeed", zero_stage=2, lora=True),
+    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", lora=True),
+    Layout(engine="fsdp2", teacher="sharded", lora=True),
+]
+IDLE_RANK = [
+    Layout(idle_rank=True),
+    Layout(idle_rank=True, implementation="plain"),
+    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", idle_rank=True),
+    Layout(engine="fsdp2", teacher="sharded", idle_rank=True),
+]
+EVERY = (*LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK)
+
 
 def models(directory: Path) -> tuple[Path, Path]:
     """Return the directories of the student and of the teacher, made by `save_models`."""
@@ -151,7 +169,7 @@ def distillation(layout: Layout) -> DistillationConfig:
     )
 
 
-def samples() -> list[dict[str, Any]]:
+def samples(*, idle_half: bool = False) -> list[dict[str, Any]]:
     """Return samples of different lengths with prompts of different lengths, so that means of means differ."""
     import random
 
@@ -160,7 +178,7 @@ def samples() -> list[dict[str, Any]]:
     for index in range(SAMPLES):
         length = 8 + 4 * (index % 5)
         ids = [draw.randrange(1, VOCAB) for _ in range(length)]
-        masked = 1 + (3 * index) % (length - 2)
+        masked = length if idle_half and index >= SAMPLES // 2 else 1 + (3 * index) % (length - 2)
         chosen.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
     return chosen
 

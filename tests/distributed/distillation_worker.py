@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distillation_cases import (
-    FEATURES,
-    LAYOUTS,
-    ON_POLICY,
+    EVERY,
     VOCAB,
     Layout,
     collate,
@@ -30,6 +28,7 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
     """Train one step and let rank 0 write weights and logs."""
     import torch
     from safetensors.torch import save_file
+    from shardwright.plugins.peft import add_lora
     from shardwright.plugins.teacher_placement import load_teacher
     from shardwright.plugins.transformers import byte_tokenizer
     from shardwright.trainers.distillation.trainer import DistillationTrainer
@@ -40,6 +39,8 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
     arguments = TrainingArguments(str(output / layout.name), **settings, **overrides)
     student_path, teacher_path = models(directory)
     student = AutoModelForCausalLM.from_pretrained(student_path, attn_implementation="sdpa")
+    if layout.lora:
+        student = add_lora(student, rank=4, targets=None, fp32_adapters=True)
     teacher = load_teacher(
         str(teacher_path), revision=None, placement=layout.teacher, dtype=torch.float32, engine=layout.engine
     )
@@ -49,7 +50,7 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
         teacher=teacher,
         teacher_placement=layout.teacher,  # type: ignore[arg-type]
         distillation=distillation(layout),
-        train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(),
+        train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(idle_half=layout.idle_rank),
         data_collator=collator(layout),
         processing_class=byte_tokenizer(VOCAB) if layout.on_policy else None,
     )
@@ -81,7 +82,7 @@ def forget_sequence_parallelism() -> None:
 def main(directory: Path, output: Path, names: list[str]) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     # DeepSpeed keeps the groups of a sequence for the life of a process.
-    for layout in sorted((*LAYOUTS, *ON_POLICY, *FEATURES), key=lambda layout: layout.sequence_parallel):
+    for layout in sorted(EVERY, key=lambda layout: layout.sequence_parallel):
         if not names or layout.name in names:
             step(layout, directory, output, world_size)
             forget_last_run()

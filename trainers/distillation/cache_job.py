@@ -12,7 +12,7 @@ from ...ds_configs.errors import Fault, RefusedInputError, UsageError
 from ..text import load_tokenizer
 from ..train_causal_lm import check_seq_len, load_config
 from .cache_format import RecordFormat
-from .cache_writer import Progress, cache_key, weights_identity, write_cache
+from .cache_writer import Progress, cache_key, finished_shards, weights_identity, write_cache
 from .datasets import Samples, load_samples
 from .teacher_cache import CacheKey, TeacherCache
 
@@ -107,6 +107,8 @@ def run_cache_job(job: CacheJob, directory: Path, *, on_progress: Callable[[Prog
 
     from ...plugins.teacher_placement import PlacedTeacher, load_teacher
 
+    # A cache that cannot be continued is refused before a teacher is loaded.
+    finished_shards(directory, job.key)
     accelerated = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
     dtype = getattr(torch, job.settings.dtype or ("bfloat16" if accelerated else "float32"))

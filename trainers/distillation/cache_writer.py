@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import RefusedInputError, ShardwrightError
+from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.render.write import write_files
 from .batch import accepted
 from .cache_format import Answers, RecordFormat, encode
 from .head_forward import captured_head_input
@@ -57,9 +59,16 @@ def cache_key(
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Return a hash of everything that decides how a tokenizer splits text."""
+    """Return a hash of everything that decides how a tokenizer splits text.
+
+    Fast tokenizers keep how the last call padded and truncated (transformers 5.17.0, tokenization_utils_tokenizers.py
+    `set_truncation_and_padding`); both are left out.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    if backend is None:
+        content = repr(sorted(tokenizer.get_vocab().items()))
+    else:
+        content = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -93,45 +102,64 @@ def write_cache(
     """Store the answers to samples that the directory does not hold yet, each sample once, and return the cache.
 
     Raises:
-        RefusedInputError: the directory holds another cache; every mismatch is named.
-        ShardwrightError: the teacher's logits are no numbers.
+        RefusedInputError: the directory holds another cache, or damaged files; every mismatch and file is named.
+        ShardwrightError: the teacher's logits are no numbers, or the system refuses to write.
+        UsageError: the teacher does not call its output embeddings.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     shards, missing = _missing(directory, key, samples)
+    all_samples, all_tokens = len(samples), sum(len(ids) for ids in missing)
     started, tokens, done = time.monotonic(), 0, len(samples) - len(missing)
-    all_samples = len(samples)
-    for group in _groups(missing):
-        shards.append(_write_shard(directory, len(shards), key, teacher, group, batch_size, device))
-        write_manifest(directory, key, shards)
-        done, tokens = done + len(group), tokens + sum(len(ids) for ids in group)
+
+    def answered(batch: Sequence[Sequence[int]]) -> None:
+        nonlocal tokens, done
+        tokens, done = tokens + sum(len(ids) for ids in batch), done + len(batch)
         speed = tokens / max(1e-9, time.monotonic() - started)
-        left = sum(len(ids) for ids in missing) - tokens
+        left_s = (all_tokens - tokens) / speed
         if on_progress is not None:
-            on_progress(
-                Progress(done_samples=done, all_samples=all_samples, tokens_per_s=speed, remaining_s=left / speed)
-            )
+            on_progress(Progress(done_samples=done, all_samples=all_samples, tokens_per_s=speed, remaining_s=left_s))
+
+    for group in _groups(missing):
+        records = []
+        for batch in _batches(group, batch_size):
+            records += [encode(answers, key.layout) for answers in teacher_answers(teacher, batch, key.layout, device)]
+            answered(batch)
+        shards.append(_write_shard(directory, len(shards), group, records))
+        write_manifest(directory, key, shards)
     if not shards:
         write_manifest(directory, key, shards)
     return TeacherCache.open(directory, key)
 
 
+def finished_shards(directory: Path, key: CacheKey) -> list[Shard]:
+    """Return the files that a directory holds of a cache; none where it holds no cache.
+
+    Raises:
+        RefusedInputError: it holds another cache; every mismatch is named.
+    """
+    if not (directory / MANIFEST).exists():
+        return []
+    found, shards = read_manifest(directory)
+    faults = key_faults(found, key, directory)
+    if found.layout != key.layout and not faults:
+        rule = f"holds other records ({found.layout}, asked for {key.layout})"
+        faults = [Fault(where=f"teacher cache {directory}", rule=rule, fix="write to another directory")]
+    if faults:
+        raise RefusedInputError(faults)
+    return shards
+
+
 def _missing(
     directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]
 ) -> tuple[list[Shard], list[Sequence[int]]]:
-    """Return the finished shards and the samples that none of them holds."""
-    shards: list[Shard] = []
+    """Return the finished shards, whose content is checked, and the samples that none of them holds."""
+    shards = finished_shards(directory, key)
     seen: set[bytes] = set()
-    if (directory / MANIFEST).exists():
-        found, shards = read_manifest(directory)
-        faults = key_faults(found, key, directory)
-        if found.layout != key.layout and not faults:
-            from ...ds_configs.errors import Fault
-
-            rule = f"holds other records ({found.layout}, asked for {key.layout})"
-            faults = [Fault(where=f"teacher cache {directory}", rule=rule, fix="write to another directory")]
+    if shards:
+        cache = TeacherCache(directory, key, shards)
+        rule, fix = "is not what was written", "write the cache again, to an empty directory"
+        faults = [Fault(where=str(directory / file), rule=rule, fix=fix) for file in cache.damaged_files()]
         if faults:
             raise RefusedInputError(faults)
-        cache = TeacherCache(directory, found, shards)
         seen = {sample_hash(ids) for ids in samples if ids in cache}
     missing = []
     for ids in samples:
@@ -156,22 +184,15 @@ def _groups(samples: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
         yield group
 
 
-def _write_shard(
-    directory: Path,
-    number: int,
-    key: CacheKey,
-    teacher: Any,
-    samples: list[Sequence[int]],
-    batch_size: int,
-    device: Any,
-) -> Shard:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    records = []
+def _batches(samples: list[Sequence[int]], batch_size: int) -> Iterator[list[Sequence[int]]]:
     for first in range(0, len(samples), batch_size):
-        batch = samples[first : first + batch_size]
-        records += [encode(answers, key.layout) for answers in teacher_answers(teacher, batch, key.layout, device)]
+        yield samples[first : first + batch_size]
+
+
+def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], records: list[Any]) -> Shard:
+    import numpy as np
+    from safetensors.numpy import save
+
     lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
     arrays = {
         "records": np.concatenate(records),
@@ -180,16 +201,14 @@ def _write_shard(
         "lengths": lengths,
     }
     name = f"answers-{number:05d}.safetensors"
-    unfinished = directory / (name + ".partial")
-    save_file(arrays, unfinished)
-    unfinished.replace(directory / name)
-    path = directory / name
+    content = save(arrays)
+    write_files({name: content}, directory, force=True)
     return Shard(
         file=name,
         rows=int(lengths.sum()),
         samples=len(samples),
-        file_bytes=path.stat().st_size,
-        sha256=file_sha256(path),
+        file_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
     )
 
 
@@ -200,6 +219,7 @@ def teacher_answers(
 
     Raises:
         ShardwrightError: its logits are no numbers.
+        UsageError: it does not call its output embeddings.
     """
     import torch
 
@@ -209,6 +229,9 @@ def teacher_answers(
     mask_BS = torch.arange(longest, device=device) < lengths_B[:, None]
     with torch.no_grad(), captured_head_input(teacher.model) as kept:
         teacher(**accepted(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
+    if not kept:
+        rule = "its forward does not call its output embeddings as a module, whose input is cached"
+        raise UsageError(Fault(where=f"teacher {type(teacher.model).__name__}", rule=rule, fix="use a live teacher"))
     hidden_NH = kept[0][mask_BS]
     with torch.no_grad(), teacher.gathered_head() as head:
         for chunk_nH in hidden_NH.split(CHUNK_ROWS):
@@ -233,13 +256,12 @@ def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> Answers:
     below_NV = logits_NV - largest_N1
     ids_NK = below_NV.topk(layout.top_k, dim=-1).indices.sort(dim=-1).values
     rest_NV = below_NV.scatter(1, ids_NK, float("-inf"))
-    sums, tails = [], []
-    for temperature in layout.temperatures:
-        sums.append((below_NV / temperature).logsumexp(dim=-1))
-        tails.append((rest_NV / temperature).logsumexp(dim=-1) - sums[-1])
+    tails = [
+        (rest_NV / temperature).logsumexp(dim=-1) - (below_NV / temperature).logsumexp(dim=-1)
+        for temperature in layout.temperatures
+    ]
     return Answers(
         ids_NK=ids_NK.cpu().numpy(),
         depths_NK=-below_NV.gather(1, ids_NK).cpu().numpy(),
-        log_sum_exp_NT=torch.stack(sums, dim=1).cpu().numpy(),
         log_tail_NT=torch.stack(tails, dim=1).cpu().numpy(),
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...ds_configs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.render.write import write_files
 from .cache_format import Answers, RecordFormat, decode, log_probabilities
 from .objective import TopKTargets
 
@@ -76,11 +77,13 @@ class Shard:
 
 
 def write_manifest(directory: Path, key: CacheKey, shards: Sequence[Shard]) -> None:
-    """Write what the cache holds, under a temporary name first."""
+    """Write what the cache holds, under a temporary name first.
+
+    Raises:
+        ShardwrightError: the system refuses to write.
+    """
     content = {"schema_version": SCHEMA_VERSION, "key": asdict(key), "shards": [asdict(shard) for shard in shards]}
-    unfinished = directory / (MANIFEST + ".partial")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(directory / MANIFEST)
+    write_files({MANIFEST: json.dumps(content, indent=1) + "\n"}, directory, force=True)
 
 
 def read_manifest(directory: Path) -> tuple[CacheKey, list[Shard]]:
@@ -132,6 +135,10 @@ class TeacherCache:
         self._samples: dict[bytes, tuple[int, int]] = {}
         for shard in shards:
             arrays = map_safetensors(directory / shard.file)
+            if arrays["records"].shape != (shard.rows, key.layout.record_bytes):
+                rule = f"holds records of shape {list(arrays['records'].shape)}"
+                fix = f"expected {[shard.rows, key.layout.record_bytes]}; write the cache again"
+                raise RefusedInputError(Fault(where=str(directory / shard.file), rule=rule, fix=fix))
             self._records.append(arrays["records"])
             for digest, start, length in zip(arrays["hashes"], arrays["starts"], arrays["lengths"], strict=True):
                 self._samples[digest.tobytes()] = (self._first_rows[-1] + int(start), int(length))
@@ -153,6 +160,10 @@ class TeacherCache:
 
     def __len__(self) -> int:
         return self._first_rows[-1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Processes that get a copy map the files themselves; mapped arrays would be sent whole."""
+        return TeacherCache.open, (self.directory,)
 
     def __contains__(self, token_ids: Sequence[int]) -> bool:
         return sample_hash(token_ids) in self._samples
