@@ -102,7 +102,7 @@ def accuracy(clip: Any, rows: list[dict[str, torch.Tensor]]) -> float:
 def main() -> None:
     """Print the zero-shot accuracy of teacher and students."""
     many, few, held_out = pairs(2048, seed=1), pairs(320, seed=2), pairs(400, seed=3)
-    teacher = train(Trainer, model(width=64, layers=3), many, steps=400)
+    teacher = train(Trainer, model(width=64, layers=2), many, steps=700)
     alone = train(Trainer, model(width=32, layers=2), few, steps=150)
     config = ClipDistillationConfig(task=1.0, similarity=1.0, interactive=1.0, features=2.0)
     taught = train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,10 @@ def test_losses_against_the_teachers_embeddings() -> None:
 def test_bf16_embeddings_are_computed_in_fp32() -> None:
     images, texts = embeddings(16, 1, torch.bfloat16)
     scale = torch.tensor(2.0)
-    expected = cross_entropy(math.exp(2.0) * images.double() @ texts.double().T)
-    assert float(task_loss(images, texts, scale).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    expected = float(cross_entropy(math.exp(2.0) * images.double() @ texts.double().T).detach())
+    assert float(task_loss(images, texts, scale).detach()) == pytest.approx(expected, rel=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert float(task_loss(images, texts, scale).detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def tiny_clip(width: int, seed: int) -> Any:
@@ -126,12 +129,34 @@ def test_a_student_nears_its_teacher_and_reloads(tmp_path: Path) -> None:
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     for name in ("task_loss", "similarity_loss", "interactive_loss", "features_loss"):
         assert logs[-1][name] < logs[0][name]
-    total = sum(logs[0][name] for name in ("task_loss", "similarity_loss", "interactive_loss", "features_loss"))
+    weights = asdict(ClipDistillationConfig())
+    total = sum(weights[name] * logs[0][f"{name}_loss"] for name in ("task", "similarity", "interactive", "features"))
     assert logs[0]["loss"] == pytest.approx(total, rel=1e-5)
     trainer.save_model(str(tmp_path / "saved"))
     _, report = CLIPModel.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_student_in_bf16_learns_what_one_in_fp32_does(tmp_path: Path, autocast: bool) -> None:
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        trainer = trainer_of(tmp_path, tiny_clip(16, 1).to(dtype), tiny_clip(24, 2), max_steps=1, bf16=autocast)
+        losses.append(trainer.train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    ends = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        trainer = trainer_of(tmp_path, tiny_clip(16, 1), tiny_clip(24, 2), **saving)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append(trainer.model.state_dict())
+    assert "distillation_alignment.image.weight" in ends[0]
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
 
 
 def test_bad_input(tmp_path: Path) -> None:
@@ -142,10 +167,26 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ClipDistillationConfig(task=-1.0, temperature=0.0)
     assert [fault.where for fault in caught.value.faults] == ["task", "temperature"]
+    with pytest.raises(UsageError) as caught:
+        CLIPDistillationTrainer(model=tiny_clip(16, 1), compute_loss_func=lambda *_: None)
+    assert [fault.where for fault in caught.value.faults] == ["compute_loss_func", "teacher"]
     teacher = tiny_clip(16, 2)
     teacher.visual_projection.weight.data[0, 0] = float("nan")
     with pytest.raises(ShardwrightError, match="is not a number"):
         trainer_of(tmp_path, tiny_clip(16, 1), teacher).train()
+
+
+def one_step(directory: Path, ranks: int, **changes: Any) -> CLIPDistillationTrainer:
+    """Return a trainer whose only step takes all of the sixteen pairs, however many ranks share them."""
+    return CLIPDistillationTrainer(
+        model=tiny_clip(16, 1),
+        teacher=tiny_clip(24, 2),
+        args=training_arguments(
+            directory, per_device_train_batch_size=16 // ranks, **({"learning_rate": 1024.0} | changes)
+        ),
+        train_dataset=pairs(16),
+        data_collator=collate,
+    )
 
 
 @pytest.mark.distributed
@@ -155,10 +196,13 @@ def test_two_ranks_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
 
     worker = str(Path(__file__).parent / "distributed" / "clip_worker.py")
     environment = {"PYTHONPATH": str(Path(__file__).parent)}
-    for ranks in (1, 2):
-        torchrun([worker, str(tmp_path / str(ranks))], ranks=ranks, timeout_seconds=120, environment=environment)
-    one, two = (load_file(tmp_path / str(ranks) / "weights.safetensors") for ranks in (1, 2))
-    start = {name: value for name, value in tiny_clip(16, 1).state_dict().items() if name in one}
+    torchrun([worker, str(tmp_path)], ranks=2, timeout_seconds=120, environment=environment)
+    two = load_file(tmp_path / "weights.safetensors")
+    trainer = one_step(tmp_path, ranks=1)
+    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    one = trainer.model.state_dict()
+    assert {"logit_scale", "distillation_alignment.log_scale", "distillation_alignment.image.weight"} <= two.keys()
     largest = max(float((one[name] - start[name]).abs().max()) for name in start)
-    for name in start:
+    for name in two:
         assert float((one[name] - two[name]).abs().max()) < 1e-6 * largest, name

@@ -11,34 +11,12 @@ from shardwright.plugins.accelerate import configure_cpu_ranks
 
 def main(directory: Path) -> None:
     from safetensors.torch import save_file
-    from shardwright.trainers.distillation.clip_trainer import CLIPDistillationTrainer
-    from test_distillation_clip import collate, pairs, tiny_clip
-    from transformers import TrainingArguments
+    from test_distillation_clip import one_step
 
-    arguments = TrainingArguments(
-        str(directory),
-        per_device_train_batch_size=16 // int(os.environ["WORLD_SIZE"]),
-        max_steps=1,
-        optim="sgd",
-        learning_rate=1024.0,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **configure_cpu_ranks("ddp"),
-    )
-    trainer = CLIPDistillationTrainer(
-        model=tiny_clip(16, 1),
-        teacher=tiny_clip(24, 2),
-        args=arguments,
-        train_dataset=pairs(16),
-        data_collator=collate,
-    )
+    trainer = one_step(directory, int(os.environ["WORLD_SIZE"]), **configure_cpu_ranks("ddp"))
     trainer.train()
-    if arguments.process_index == 0:
-        state = {name: value for name, value in trainer.model.state_dict().items() if "alignment" not in name}
-        save_file(state, directory / "weights.safetensors")
+    if trainer.args.process_index == 0:
+        save_file(trainer.model.state_dict(), directory / "weights.safetensors")
 
 
 if __name__ == "__main__":

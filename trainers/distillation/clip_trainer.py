@@ -15,6 +15,7 @@ from ..notes import note
 from .batch import accepted
 from .contrastive import feature_loss, gather_rows, interactive_loss, similarity_loss, task_loss
 from .head_forward import replaced_forward
+from .hidden_states import projectors
 from .projector_files import load_projectors, save_projectors
 
 ALIGNMENT = "distillation_alignment"
@@ -32,8 +33,8 @@ class ClipDistillationConfig:
     """Weight of the KL between both models' similarities."""
     interactive: float = 1.0
     """Weight of the contrastive loss against the teacher's embeddings."""
-    features: float = 1.0
-    """Weight of the squared distance to the teacher's embeddings."""
+    features: float = 8.0
+    """Weight of the squared distance to the teacher's embeddings; CLIP-KD's 2000, there of means over 512 elements."""
     temperature: float = 1.0
     """τ of the similarities' KL."""
 
@@ -63,13 +64,14 @@ class Alignment(torch.nn.Module):
         super().__init__()
         self.log_scale = torch.nn.Parameter(torch.tensor(INITIAL_LOG_SCALE))
         joins = student_width != teacher_width
-        self.image = torch.nn.Linear(student_width, teacher_width, bias=False) if joins else torch.nn.Identity()
-        self.text = torch.nn.Linear(student_width, teacher_width, bias=False) if joins else torch.nn.Identity()
+        self.image, self.text = (
+            projectors(student_width, teacher_width, 2) if joins else (torch.nn.Identity(), torch.nn.Identity())
+        )
 
     def forward(self, images_bD: torch.Tensor, texts_bD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both embeddings in the teacher's space, normalised."""
+        """Return both embeddings in the teacher's space, normalised, in fp32."""
         normalise = torch.nn.functional.normalize
-        return normalise(self.image(images_bD), dim=-1), normalise(self.text(texts_bD), dim=-1)
+        return normalise(self.image(images_bD).float(), dim=-1), normalise(self.text(texts_bD).float(), dim=-1)
 
 
 class CLIPDistillationTrainer(Trainer):
@@ -80,7 +82,7 @@ class CLIPDistillationTrainer(Trainer):
     the mean of their losses is not the loss of the whole batch.
 
     Raises:
-        UsageError: a model is no dual encoder.
+        UsageError: a model is no dual encoder, or an argument would go unread; all faults at once.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class CLIPDistillationTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self.distillation = distillation or ClipDistillationConfig()
-        _check_models(model, teacher)
+        _check(model, teacher, args, kwargs)
         alignment = Alignment(model.config.projection_dim, teacher.config.projection_dim)
         model.add_module(ALIGNMENT, alignment)
         super().__init__(model=model, args=args, **kwargs)
@@ -131,9 +133,11 @@ class CLIPDistillationTrainer(Trainer):
     def _terms(self, student: Any, outputs: Any, taught: Any) -> dict[str, torch.Tensor]:
         """Return each term with a weight above 0."""
         alignment = getattr(student, ALIGNMENT)
-        images, texts = (gather_rows(value) for value in (outputs.image_embeds, outputs.text_embeds))
+        images, texts = (gather_rows(value.float()) for value in (outputs.image_embeds, outputs.text_embeds))
         with torch.no_grad():
-            taught_images, taught_texts = (gather_rows(value) for value in (taught.image_embeds, taught.text_embeds))
+            taught_images, taught_texts = (
+                gather_rows(value.float()) for value in (taught.image_embeds, taught.text_embeds)
+            )
         joined = alignment(outputs.image_embeds, outputs.text_embeds)
         joined_images, joined_texts = (gather_rows(value) for value in joined)
         terms: dict[str, Callable[[], torch.Tensor]] = {
@@ -151,9 +155,10 @@ class CLIPDistillationTrainer(Trainer):
             ),
         }
         found = {name: term() for name, term in terms.items() if getattr(self.distillation, name) > 0}
+        # DDP waits for the gradient of every parameter, those of terms without a weight too.
         unused: Any = 0.0
-        for parameter in alignment.parameters():
-            unused = unused + 0.0 * parameter.sum()
+        for parameter in (student.logit_scale, *alignment.parameters()):
+            unused = unused + 0.0 * parameter.float().sum()
         return {name: value + unused for name, value in found.items()}
 
     def _record(self, terms: Mapping[str, torch.Tensor], *, training: bool) -> None:
@@ -186,8 +191,14 @@ class CLIPDistillationTrainer(Trainer):
         load_projectors(getattr(self.model, ALIGNMENT), resume_from_checkpoint)
 
 
-def _check_models(student: Any, teacher: Any) -> None:
+def _check(student: Any, teacher: Any, arguments: Any, given: Mapping[str, Any]) -> None:
     faults = []
+    if given.get("compute_loss_func") is not None:
+        rule = "would not be called: the terms of `distillation` are the loss"
+        faults.append(Fault(where="compute_loss_func", rule=rule, fix="use the Trainer"))
+    if arguments is not None and arguments.n_gpu > 1:
+        rule = "one process drives several accelerators (DataParallel), and gathers no negatives"
+        faults.append(Fault(where="n_gpu", value=arguments.n_gpu, rule=rule, fix="start with accelerate launch"))
     for side, model in (("model", student), ("teacher", teacher)):
         if model is None:
             faults.append(Fault(where=side, rule="is needed"))

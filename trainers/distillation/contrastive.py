@@ -1,7 +1,7 @@
 """Losses between the embeddings of two dual encoders, over the whole batch of all ranks.
 
 Embeddings are L2-normalised, [B, D] of the gathered batch; row i of images belongs to row i of texts. Formulas after
-CLIP-KD (arXiv 2307.12732), in fp32 whatever the embeddings' dtype.
+CLIP-KD (arXiv 2307.12732), in fp32 whatever the embeddings' dtype, under autocast too.
 """
 
 from __future__ import annotations
@@ -87,11 +87,13 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, gradient_BD: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
 
-        summed = gradient_BD.contiguous()
+        # A copy: autograd may hand the same gradient to others.
+        summed = gradient_BD.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed)
         first = ctx.rows * dist.get_rank()
         return summed[first : first + ctx.rows]
 
 
 def _similarities(rows_BD: torch.Tensor, columns_BD: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
-    return log_scale.float().exp() * rows_BD.float() @ columns_BD.float().T
+    with torch.autocast(rows_BD.device.type, enabled=False):
+        return log_scale.float().exp() * rows_BD.float() @ columns_BD.float().T
