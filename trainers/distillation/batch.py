@@ -33,6 +33,8 @@ class DistillationBatch:
     """Flat indices of the rows with a label and a weight above 0."""
     teacher_rows_N: torch.Tensor | None = None
     """Row numbers in a teacher's cache, of the rows with a label."""
+    has_token_weights: bool = False
+    """Whether the user weighed tokens."""
     other_inputs: dict[str, Any] = field(default_factory=dict)
     """What belongs to other terms: a teacher's own tokens and their alignment."""
 
@@ -89,6 +91,7 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
     if weights is not None and shifts:
         weights = torch.nn.functional.pad(weights[..., 1:], (0, 1), value=0.0)
     counted = labels.ne(IGNORED_LABEL)
+    has_token_weights = weights is not None
     weights = counted.float() if weights is None else weights.float() * counted
     rows_N = weights.reshape(-1).nonzero().squeeze(1)
     return DistillationBatch(
@@ -96,6 +99,7 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
         labels=labels,
         weights=weights,
         rows_N=rows_N,
+        has_token_weights=has_token_weights,
         teacher_rows_N=None if teacher_rows is None else teacher_rows.reshape(-1)[rows_N],
         other_inputs={name: value for name, value in inputs.items() if _is_other(name)},
     )

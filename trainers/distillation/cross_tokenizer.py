@@ -24,7 +24,7 @@ class CrossTokenizerCollator:
     """Adds to a batch the teacher's own tokens of the same texts, and the spans that both begin and end together.
 
     Raises:
-        UsageError: a tokenizer gives no offsets.
+        UsageError: a tokenizer gives no offsets; when called, `collate` gave other tokens than the sample's.
     """
 
     def __init__(
@@ -42,12 +42,13 @@ class CrossTokenizerCollator:
 
         batch = self._collate(samples)
         ids, spans = [], []
-        for sample in samples:
+        for index, sample in enumerate(samples):
             own = sample["input_ids"]
             own_ids = own.tolist() if hasattr(own, "tolist") else list(own)
             taught_ids, aligned = self._aligned(own_ids)
+            skipped = _padding_before(own_ids, batch["input_ids"], index)
             ids.append(taught_ids)
-            spans.append(aligned)
+            spans.append([(first + skipped, end + skipped, *taught) for first, end, *taught in aligned])
         longest, most = max(map(len, ids)), max(1, *map(len, spans))
         batch[TEACHER_IDS] = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
         batch[TEACHER_MASK] = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
@@ -59,9 +60,20 @@ class CrossTokenizerCollator:
         text, offsets = token_offsets(self._student, token_ids)
         taught = self._teacher(text, return_offsets_mapping=True)
         taught_offsets = [tuple(pair) for pair in taught["offset_mapping"]]
-        spans = aligned_spans(boundaries(offsets, text), boundaries(taught_offsets, text))
+        spans = aligned_spans(boundaries(offsets, text), boundaries(taught_offsets, text), text)
         # The first token of a sequence has no position that predicts it.
         return list(taught["input_ids"]), [span for span in spans if span[0] > 0 and span[2] > 0]
+
+
+def _padding_before(ids: list[int], batch_BS: torch.Tensor, index: int) -> int:
+    """Return how many positions a collator put before a sample's tokens."""
+    row = batch_BS[index].tolist() if index < len(batch_BS) else []
+    for skipped in (0, len(row) - len(ids)):
+        if ids == row[skipped : skipped + len(ids)] and skipped >= 0:
+            return skipped
+    rule = f"row {index} of its batch does not hold the tokens of sample {index}, which are aligned with the teacher's"
+    fix = "use one that only pads: no packing, cutting or masking of tokens"
+    raise UsageError(Fault(where="data_collator", rule=rule, fix=fix))
 
 
 class CrossTokenizerLoss:
@@ -78,8 +90,11 @@ class CrossTokenizerLoss:
 
     def __init__(self, kind: Literal["uld", "aligned"], student_tokenizer: Any, teacher_tokenizer: Any) -> None:
         self._kind = kind
-        self._shared = shared_vocabulary(student_tokenizer, teacher_tokenizer) if kind == "aligned" else ([], [])
-        if kind == "aligned" and not self._shared[0]:
+        import torch
+
+        shared = shared_vocabulary(student_tokenizer, teacher_tokenizer) if kind == "aligned" else ([], [])
+        self._shared = tuple(torch.tensor(ids, dtype=torch.long) for ids in shared)
+        if kind == "aligned" and not len(self._shared[0]):
             rule = "the vocabularies have no token in common"
             raise UsageError(Fault(where="cross_tokenizer", value=kind, rule=rule, fix="use uld"))
 
@@ -116,22 +131,29 @@ class CrossTokenizerLoss:
                 student_logits_BSV, student_ids_BS, several[:, 0], several[:, 1], several[:, 2], temperature
             )
             taught_ids = inputs[TEACHER_IDS]
-            log_p = _span_log_probability(
-                teacher_logits_BTW, taught_ids, several[:, 0], several[:, 3], several[:, 4], temperature
-            )
-            total = total + divergence_rows("forward_kl", _with_rest(log_q), _with_rest(log_p.detach()), 0.5).sum()
+            with torch.no_grad():
+                log_p = _span_log_probability(
+                    teacher_logits_BTW, taught_ids, several[:, 0], several[:, 3], several[:, 4], temperature
+                )
+            total = total + divergence_rows("forward_kl", _with_rest(log_q), _with_rest(log_p), 0.5).sum()
         return total
 
     def _shared_rows(self, own_NV: torch.Tensor, taught_NW: torch.Tensor, temperature: float) -> torch.Tensor:
         import torch
 
         bins = []
+        has_rest = all(
+            len(ids) < logits.shape[1] for ids, logits in zip(self._shared, (own_NV, taught_NW), strict=True)
+        )
         for logits, ids in zip((own_NV, taught_NW.detach()), self._shared, strict=True):
-            log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
-            index = torch.tensor(ids, device=logits.device)
-            others = log_p.index_fill(1, index, float("-inf"))
-            rest = others.logsumexp(dim=-1) if len(ids) < log_p.shape[1] else log_p.new_full((len(log_p),), -1e4)
-            bins.append(torch.cat([log_p[:, index], rest[:, None]], dim=1))
+            scaled, index = logits.float() / temperature, ids.to(logits.device)
+            if has_rest:
+                rest = scaled.index_fill(1, index, float("-inf")).logsumexp(dim=-1)
+                scaled = torch.cat([scaled[:, index], rest[:, None]], dim=1)
+            else:
+                # A model without other tokens has no bin for them: both are conditioned on the common ones.
+                scaled = scaled[:, index]
+            bins.append(torch.log_softmax(scaled, dim=-1))
         return divergence_rows("forward_kl", bins[0], bins[1], 0.5)
 
 
@@ -162,8 +184,8 @@ def sorted_distance(own_NV: torch.Tensor, taught_NW: torch.Tensor, temperature: 
 
 def _chunked(
     work: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
-    own_NV: torch.Tensor,
-    taught_NW: torch.Tensor,
+    one_N: torch.Tensor,
+    other_N: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
     """Compute some rows at a time and again in the backward pass: fp32 copies live for one chunk only."""
@@ -171,8 +193,8 @@ def _chunked(
     from torch.utils.checkpoint import checkpoint
 
     parts = [
-        checkpoint(work, own, taught, temperature, use_reentrant=False)
-        for own, taught in zip(own_NV.split(_CHUNK_ROWS), taught_NW.split(_CHUNK_ROWS), strict=True)
+        checkpoint(work, one, other, temperature, use_reentrant=False)
+        for one, other in zip(one_N.split(_CHUNK_ROWS), other_N.split(_CHUNK_ROWS), strict=True)
     ]
     return torch.cat(parts)
 
@@ -192,10 +214,16 @@ def _span_log_probability(
     owner_M = torch.arange(len(first_N), device=first_N.device).repeat_interleave(lengths_N)
     begin_M = torch.cumsum(lengths_N, 0) - lengths_N
     token_M = torch.arange(len(owner_M), device=first_N.device) - begin_M[owner_M] + first_N[owner_M]
-    logits_MV = logits_BSV[sample_N[owner_M], token_M - 1].float() / temperature
-    chosen_M = ids_BS[sample_N[owner_M], token_M]
-    log_p_M = torch.log_softmax(logits_MV, dim=-1).gather(1, chosen_M[:, None]).squeeze(1)
+    rows_MV = logits_BSV[sample_N[owner_M], token_M - 1]
+    chosen_M1 = ids_BS[sample_N[owner_M], token_M][:, None]
+    log_p_M = _chunked(_chosen_log_probability, rows_MV, chosen_M1, temperature)
     return torch.zeros(len(first_N), device=log_p_M.device).index_add(0, owner_M, log_p_M)
+
+
+def _chosen_log_probability(rows_NV: torch.Tensor, chosen_N1: torch.Tensor, temperature: float) -> torch.Tensor:
+    import torch
+
+    return torch.log_softmax(rows_NV.float() / temperature, dim=-1).gather(1, chosen_N1).squeeze(1)
 
 
 def _with_rest(log_p_N: torch.Tensor) -> torch.Tensor:

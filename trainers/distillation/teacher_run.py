@@ -85,6 +85,9 @@ def ask(
 def ask_in_its_own_tokens(teacher: Teacher, batch: DistillationBatch) -> Lesson:
     """Run the teacher on its own tokens of the same texts."""
     others = batch.other_inputs
+    if batch.has_token_weights:
+        rule = "spans of several tokens have no weight of their own"
+        raise UsageError(Fault(where="token_weights", rule=rule, fix="mask labels, or use one tokenizer"))
     if TEACHER_IDS not in others:
         rule = "batches lack the teacher's own tokens"
         raise UsageError(Fault(where="cross_tokenizer", rule=rule, fix="collate with CrossTokenizerCollator"))

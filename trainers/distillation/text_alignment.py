@@ -2,52 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from bisect import bisect
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-Boundaries = dict[int, int]
-"""Text positions where a token ends and another begins, each with the number of tokens before it."""
+Boundaries = dict[int, tuple[int, int]]
+"""Text positions where a token ends and another begins: the number of tokens up to there, and the token behind.
+
+They differ where tokens without text, such as those that end a document, lie between.
+"""
 Span = tuple[int, int, int, int]
-"""First and last-but-one token of the student, and of the teacher."""
+"""First token and the one behind the last, of the student and of the teacher."""
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
-def aligned_spans(student: Boundaries, teacher: Boundaries) -> list[Span]:
+def aligned_spans(student: Boundaries, teacher: Boundaries, text: str) -> list[Span]:
     """Return the shortest stretches that both tokenizers begin and end together, in order.
 
     They lie end to end from the first common boundary to the last, and each has at least one token of either.
+    Tokenizers disagree on which side of a boundary white space belongs to: boundaries that differ by nothing else are
+    common too, where a stretch would otherwise be longer.
     """
-    common = sorted(student.keys() & teacher.keys())
     spans = []
-    for start, end in pairwise(common):
-        span = (student[start], student[end], teacher[start], teacher[end])
+    for (own_start, taught_start), (own_end, taught_end) in pairwise(_common(student, teacher, text)):
+        span = (student[own_start][1], student[own_end][0], teacher[taught_start][1], teacher[taught_end][0])
         if span[0] < span[1] and span[2] < span[3]:
             spans.append(span)
     return spans
+
+
+def _common(student: Boundaries, teacher: Boundaries, text: str) -> list[tuple[int, int]]:
+    """Return pairs of positions: equal ones, and between two of these such as differ by white space."""
+    exact = sorted(student.keys() & teacher.keys())
+    own, taught = (_by_visible_end(boundaries.keys() - exact, text) for boundaries in (student, teacher))
+    between = [(own[end], taught[end]) for end in sorted(own.keys() & taught.keys())]
+    ends = {_visible_end(position, text) for position in exact}
+    found = [(position, position) for position in exact]
+    for pair in between:
+        follows = [bisect(exact, position) for position in pair]
+        if follows[0] == follows[1] and _visible_end(pair[0], text) not in ends:
+            found.append(pair)
+    return sorted(found)
+
+
+def _by_visible_end(positions: Iterable[int], text: str) -> dict[int, int]:
+    """Return the last position for each end of visible text."""
+    return {_visible_end(position, text): position for position in sorted(positions)}
+
+
+def _visible_end(position: int, text: str) -> int:
+    while position and text[position - 1].isspace():
+        position -= 1
+    return position
 
 
 def boundaries(offsets: Sequence[tuple[int, int]], text: str) -> Boundaries:
     """Return the boundaries of tokens with their character offsets.
 
     A boundary is where no later token begins earlier: several tokens of one character have one boundary, behind the
-    last. White space before it does not count, since tokenizers disagree on which side it belongs. Tokens without
-    text, such as those that begin a sequence, belong to the token that follows.
+    last. Tokens without text, such as those that begin a sequence, belong to no stretch.
     """
     latest = [len(text)] * (len(offsets) + 1)
     for index in range(len(offsets) - 1, -1, -1):
         start, end = offsets[index]
         latest[index] = latest[index + 1] if start == end else min(start, latest[index + 1])
-    found: Boundaries = {}
+    found: Boundaries = {0: (0, 0)}
     reached = 0
-    for index in range(len(offsets) + 1):
-        if index:
-            start, end = offsets[index - 1]
-            if start == end and index > 1:
-                continue
-            reached = max(reached, end)
-        if latest[index] >= reached:
-            found[len(text[:reached].rstrip())] = index
+    for index, (start, end) in enumerate(offsets):
+        empty = start == end
+        reached = reached if empty else max(reached, end)
+        if latest[index + 1] < reached:
+            continue
+        before = found[reached][0] if empty and reached in found else index + 1
+        found[reached] = (before, index + 1)
     return found
 
 
@@ -97,21 +127,26 @@ def token_bytes(tokenizer: Any) -> dict[bytes, int]:
     """Return each token's bytes with its id; special tokens are left out.
 
     Byte-level tokenizers write bytes as printable characters (openai/gpt-2, encoder.py `bytes_to_unicode`),
-    SentencePiece a space as U+2581.
+    SentencePiece a space as U+2581 and bytes without a piece as `<0x0A>`.
     """
     special = set(tokenizer.all_special_ids)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and "ByteLevel" in backend.to_str()
     characters = _byte_characters()
     found: dict[bytes, int] = {}
+    bytes_without_a_piece: dict[bytes, int] = {}
     for token, index in tokenizer.get_vocab().items():
         if index in special:
             continue
         if byte_level and all(character in characters for character in token):
             found[bytes(characters[character] for character in token)] = index
         elif not byte_level:
-            found[token.replace("\u2581", " ").encode()] = index
-    return found
+            fallback = _BYTE_PIECE.fullmatch(token)
+            if fallback is None:
+                found[token.replace("\u2581", " ").encode()] = index
+            else:
+                bytes_without_a_piece[bytes.fromhex(fallback[1])] = index
+    return bytes_without_a_piece | found
 
 
 def shared_vocabulary(student_tokenizer: Any, teacher_tokenizer: Any) -> tuple[list[int], list[int]]:
