@@ -218,9 +218,12 @@ def test_axes_without_memory_terms_are_refused():
 STAGES = st.sampled_from(["bf16", "fp16", "fp32"])
 
 
-@given(ranks=st.integers(2, 4096), precision=STAGES, layers=st.integers(1, 40), width=st.sampled_from([64, 256, 1024]))
+@given(ranks=st.integers(2, 256), precision=STAGES, layers=st.integers(1, 40), width=st.sampled_from([64, 256, 1024]))
 @settings(max_examples=150, deadline=None)
 def test_states_fall_with_stage_and_ranks(ranks, precision, layers, width):
+    """Up to ranks whose partitions hold many tensors: ZeRO-2 keeps a tensor on a border whole on both sides, and on
+    802 ranks of a model of 140,000 parameters doubling the ranks moved a larger one there.
+    """
     model = llama(num_hidden_layers=layers, hidden_size=width, intermediate_size=3 * width)
     job = TrainingJob(precision=precision)
 
