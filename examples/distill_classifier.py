@@ -18,7 +18,7 @@ import torch
 from shardwright.trainers.distillation import AttentionTerm, DistillationConfig, DistillationTrainer
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments, set_seed
 
-MODULES = ("argparse", "ast", "decimal", "email.message", "subprocess", "tarfile", "turtle", "unittest.mock")
+MODULES = ("argparse", "ast", "decimal", "email.message", "subprocess", "tarfile", "typing", "unittest.mock")
 LONGEST, FEW = 48, 256
 
 

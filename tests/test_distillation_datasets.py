@@ -142,17 +142,19 @@ def test_padding_by_the_end_token_keeps_the_end_tokens_label() -> None:
     assert batch["teacher_rows"][0].tolist() == [5] * short + [-1] * (len(rows[1][0]) - short)
 
 
-def test_plain_text_is_joined_cut_and_nothing_of_it_is_lost() -> None:
+def test_plain_text_is_joined_cut_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
     made = tokenizer(bos=True)
-    found = load_samples("python-help#12", made, seq_len=32)
+    written = [f"Document {index} says " + f"{index} and again " * (40 + index) for index in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
+    found = load_samples(str(tmp_path / "rows.jsonl"), made, seq_len=32, evaluation_fraction=0.1)
     assert found.statistics.rows == 12 and found.statistics.kind == "text"
     assert {len(sample["input_ids"]) for sample in found.train + found.evaluation} == {32}
     assert all(sample["labels"] == sample["input_ids"] for sample in found.train)
-    from pydoc_data.topics import topics
-
-    documents = [f"<s>{topics[name]}{END}" for name in sorted(topics)[:12]]
     joined = texts(made, found.train)
-    whole = "".join(document for document in documents if document[3:80] in joined)
+    kept = [text for text in written if text[:20] in joined]
+    whole = "".join(f"<s>{text}{END}" for text in kept)
+    assert len(kept) < 12
+    assert len(whole) - 32 * 20 < len(joined)
     assert len(joined) > 1000 and whole.startswith(joined)
     assert found.statistics.train_tokens == found.statistics.train_labels == 32 * len(found.train)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
-import resource
-import signal
+import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -343,16 +342,11 @@ class TestBadInput:
         with pytest.raises(RefusedInputError, match=r"holds records of shape \[1536, \d+\]"):
             TeacherCache.open(tmp_path / "cache")
 
-    @pytest.fixture()
-    def small_disk(self) -> Iterator[None]:
-        """Files may have 4,096 bytes, as if the disk were full after them."""
-        limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        yield
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    def test_a_full_disk(self, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    def test_a_full_disk(self, pair: Any, tmp_path: Path, small_disk: None) -> None:
+        monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(ShardwrightError, match="cannot be written"):
             written(tmp_path / "cache", pair)
         assert list((tmp_path / "cache").iterdir()) == []
