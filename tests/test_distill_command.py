@@ -18,7 +18,7 @@ from shardwright.ds_configs.errors import ShardwrightError
 from shardwright.ds_configs.plan import Plan
 from shardwright.plugins.launching import LaunchFailedError
 from shardwright.plugins.transformers import byte_tokenizer
-from shardwright.trainers.distillation.datasets import SampleStatistics
+from shardwright.trainers.datasets.samples import SampleStatistics
 from shardwright.trainers.distillation.run import failure_cause
 from shardwright.trainers.distillation.run_files import DistillSettings
 from shardwright.trainers.distillation.run_report import (

@@ -391,7 +391,7 @@ class TestCommand:
         self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from shardwright.cli.main import run
-        from shardwright.trainers.distillation.datasets import load_samples
+        from shardwright.trainers.datasets.samples import load_samples
         from transformers import AutoTokenizer
 
         output = tmp_path / "answers"

@@ -56,7 +56,7 @@ def cross_entropy(directory: Path, samples: list[dict[str, Any]], *, tokens: int
 
 def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
     from distilling import tiny
-    from shardwright.trainers.distillation.datasets import load_samples
+    from shardwright.trainers.datasets.samples import load_samples
     from transformers import AutoTokenizer
 
     trained_teacher(tmp_path / "teacher")

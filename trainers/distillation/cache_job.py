@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ...ds_configs.errors import Fault, RefusedInputError, UsageError
+from ..datasets.samples import Samples, load_samples
 from ..text import load_tokenizer
 from ..train_causal_lm import check_seq_len, load_config
 from .cache_format import RecordFormat
 from .cache_writer import Progress, cache_key, finished_shards, weights_identity, write_cache
-from .datasets import Samples, load_samples
 from .teacher_cache import CacheKey, TeacherCache
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.errors import Fault, UsageError
+from ..datasets.chat import IGNORED_LABEL
 from .divergences import divergence_rows
-from .objective import IGNORED_LABEL
 from .text_alignment import Span, aligned_spans, boundaries, shared_vocabulary, token_offsets
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl", "total_variation"]
-IGNORED_LABEL = -100
-"""The label of a row that is left out, as in Transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
+from ..datasets.chat import IGNORED_LABEL
 from .config import OnPolicy
-from .objective import IGNORED_LABEL
 
 if TYPE_CHECKING:
     import torch

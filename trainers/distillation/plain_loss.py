@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...ds_configs.errors import Fault, UsageError
+from ..datasets.chat import IGNORED_LABEL
 from .divergences import divergence_rows
-from .objective import IGNORED_LABEL, LogitTargets, TokenObjective, TokenSums, TopKTargets
+from .objective import LogitTargets, TokenObjective, TokenSums, TopKTargets
 from .row_telemetry import dense_rows, top_k_rows, weighted_sums
 from .top_k import check_targets, nonfinite_top_k_rows, rows_of, top_k_divergence_rows
 

@@ -14,9 +14,9 @@ from ...ds_configs.plan import Plan
 from ...plugins.models import LoadedModel, load_model
 from ...plugins.planning import plan as make_plan
 from ...plugins.planning import read_hardware
+from ..datasets.samples import Samples, load_samples
 from ..text import TOKENIZER_FILES, load_tokenizer
 from ..train_causal_lm import check_seq_len, load_config
-from .datasets import Samples, load_samples
 from .run_files import (
     PLAN_DIRECTORY,
     DistillSettings,

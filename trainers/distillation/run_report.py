@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan import Plan
 from ...ds_configs.units import gigabytes
-from .datasets import SampleStatistics
+from ..datasets.samples import SampleStatistics
 from .run_files import METRICS_FILE, DistillSettings
 
 if TYPE_CHECKING:

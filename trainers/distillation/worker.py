@@ -32,8 +32,8 @@ from ...plugins.transformers import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
+from ..datasets.samples import collate
 from ..train_causal_lm import chosen_engine, load_config, load_model
-from .datasets import collate
 from .run_files import (
     EVALUATION_SAMPLES,
     METRICS_FILE,

@@ -12,9 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 from ...ds_configs.errors import Fault, UsageError
-from .objective import IGNORED_LABEL
 
 Message = Mapping[str, Any]
+
+IGNORED_LABEL = -100
+"""Label of a token that no loss counts, as Transformers has it."""
 
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}

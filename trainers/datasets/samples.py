@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...ds_configs.errors import Fault, UsageError
-from .chat import encode_chat, encode_completion, special_prefix, special_suffix
-from .dataset_sources import Row, parse_source, read_rows
-from .objective import IGNORED_LABEL
+from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
+from .sources import Row, parse_source, read_rows
 
 Kind = Literal["text", "messages", "prompt and completion"]
 Sample = dict[str, list[int]]

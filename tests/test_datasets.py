@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.errors import ShardwrightError, UsageError
 from shardwright.plugins.transformers import byte_tokenizer
-from shardwright.trainers.distillation.chat import encode_chat, encode_completion, special_prefix
-from shardwright.trainers.distillation.dataset_sources import Source, parse_source
-from shardwright.trainers.distillation.datasets import Samples, collate, load_samples
-from shardwright.trainers.distillation.objective import IGNORED_LABEL
+from shardwright.trainers.datasets.chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix
+from shardwright.trainers.datasets.samples import Samples, collate, load_samples
+from shardwright.trainers.datasets.sources import Source, parse_source
 
 END = "<|endoftext|>"
 PLAIN = (

@@ -1,0 +1,1 @@
+"""Quantization as arithmetic: schemes, legal shapes, sizes and memory; imports no torch."""

@@ -1,0 +1,152 @@
+"""`QuantizationScheme`: which numbers take the place of 16-bit weights and activations; shared by PTQ and QAT.
+
+The words and the defaults are those of compressed-tensors 0.19.0 (`quantization/quant_args.py`, `quant_scheme.py`), so
+that a scheme turns into its `quantization_config` without translation tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..errors import Fault, UsageError
+
+WeightStrategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
+Storage = Literal["compressed-tensors", "bitsandbytes", "spqr"]
+RangeMethod = Literal["minmax", "percentile", "l2", "kl"]
+KNOWN_RANGES: tuple[RangeMethod, ...] = ("minmax", "percentile", "l2", "kl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightQuantization:
+    """How the numbers of one weight matrix [out, in] are stored."""
+
+    bits: int
+    """Bits of one code; 2 to 8 for integers, 4 or 8 for floats."""
+    number_type: Literal["int", "float"] = "int"
+    """Integers, or the floats FP8 (E4M3) and FP4 (E2M1)."""
+    symmetric: bool = True
+    """Without a zero point."""
+    strategy: WeightStrategy = "group"
+    """What shares one scale: the tensor, one output channel, `group_size` neighbours in a row, or a block."""
+    group_size: int | None = 128
+    """Input channels that share a scale; `None` unless the strategy is `group` or `tensor_group`."""
+    scale_dtype: Literal["float8_e4m3fn", "uint8"] | None = None
+    """Stored type of the scales; `None` for the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationQuantization:
+    """How the inputs of a linear layer are rounded when it runs."""
+
+    bits: int = 8
+    """Bits of one code."""
+    number_type: Literal["int", "float"] = "int"
+    """Integers or floats."""
+    symmetric: bool = True
+    """Without a zero point."""
+    dynamic: bool = True
+    """Scales found while the model runs, for each token; otherwise stored, one for the tensor."""
+    group_size: int | None = None
+    """Channels that share a scale (FP4 and MX formats); `None` for the whole token or tensor."""
+    scale_dtype: Literal["float8_e4m3fn", "uint8"] | None = None
+    """Stored type of the scales; `None` for the model's own."""
+    range_method: RangeMethod = "minmax"
+    """How a static range is found from calibration data."""
+    percentile: float = 99.9
+    """Share of values inside the range, in percent, for `range_method="percentile"`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationScheme:
+    """What is quantized, and to which numbers."""
+
+    name: str
+    """Preset it came from, such as `W4A16`."""
+    weights: WeightQuantization
+    """The weights of the targets."""
+    activations: ActivationQuantization | None = None
+    """The inputs of the targets; `None` leaves them in 16 bit."""
+    storage: Storage = "compressed-tensors"
+    """The library whose format the checkpoint has."""
+    targets: tuple[str, ...] = ("Linear",)
+    """Module classes, module names, or `re:` patterns of names."""
+    ignore: tuple[str, ...] = ("lm_head",)
+    """Module names or `re:` patterns that stay as they are."""
+
+    @property
+    def activations_are_static(self) -> bool:
+        """Whether calibration data is needed for the ranges of activations."""
+        return self.activations is not None and not self.activations.dynamic
+
+    @property
+    def format(self) -> str:
+        """The format's name in `quantization_config`, by the rule of compressed-tensors 0.19.0 `config/format.py`."""
+        if self.storage != "compressed-tensors":
+            return self.storage
+        weights = self.weights
+        if weights.number_type == "int":
+            return "int-quantized" if self.activations is not None and weights.bits == 8 else "pack-quantized"
+        if weights.bits == 4:
+            return "nvfp4-pack-quantized" if weights.group_size == 16 else "mxfp4-pack-quantized"
+        return "mxfp8-quantized" if weights.scale_dtype == "uint8" else "float-quantized"
+
+
+def _integers(bits: int, *, activations: int | None = None, **changes: Any) -> QuantizationScheme:
+    return QuantizationScheme(
+        name="",
+        weights=WeightQuantization(bits=bits, **changes),
+        activations=None if activations is None else ActivationQuantization(bits=activations),
+    )
+
+
+def _presets() -> dict[str, QuantizationScheme]:
+    """The names of compressed-tensors 0.19.0 mean what they mean there; the rest is ours and says so in the docs."""
+    channel: dict[str, Any] = {"strategy": "channel", "group_size": None}
+    schemes = {f"W{bits}A16": _integers(bits) for bits in range(2, 9)}
+    schemes |= {f"W{bits}A16_ASYM": _integers(bits, symmetric=False) for bits in (2, 3, 4, 8)}
+    schemes |= {f"W{bits}A8": _integers(bits, activations=8) for bits in (4,)}
+    dynamic = _integers(8, activations=8, **channel)
+    static = replace(dynamic, activations=ActivationQuantization(dynamic=False))
+    schemes |= {"W8A8": dynamic, "W8A8_STATIC": static}
+    fp8 = WeightQuantization(bits=8, number_type="float", strategy="tensor", group_size=None)
+    fp8_inputs = ActivationQuantization(number_type="float")
+    schemes["FP8"] = QuantizationScheme(name="", weights=fp8, activations=replace(fp8_inputs, dynamic=False))
+    rows = replace(fp8, strategy="channel")
+    schemes["FP8_DYNAMIC"] = QuantizationScheme(name="", weights=rows, activations=fp8_inputs)
+    nvfp4 = WeightQuantization(
+        bits=4, number_type="float", strategy="tensor_group", group_size=16, scale_dtype="float8_e4m3fn"
+    )
+    mxfp4 = WeightQuantization(bits=4, number_type="float", strategy="group", group_size=32, scale_dtype="uint8")
+    schemes["NVFP4A16"] = QuantizationScheme(name="", weights=nvfp4)
+    schemes["MXFP4A16"] = QuantizationScheme(name="", weights=mxfp4)
+    four: dict[str, Any] = {"bits": 4, "number_type": "float"}
+    nvfp4_inputs = ActivationQuantization(**four, dynamic=True, group_size=16, scale_dtype="float8_e4m3fn")
+    schemes["NVFP4"] = QuantizationScheme(name="", weights=nvfp4, activations=nvfp4_inputs)
+    mxfp4_inputs = ActivationQuantization(**four, dynamic=True, group_size=32, scale_dtype="uint8")
+    schemes["MXFP4"] = QuantizationScheme(name="", weights=mxfp4, activations=mxfp4_inputs)
+    nf4 = WeightQuantization(bits=4, number_type="float", strategy="group", group_size=64)
+    schemes["NF4"] = QuantizationScheme(name="", weights=nf4, storage="bitsandbytes")
+    schemes["BNB_INT8"] = QuantizationScheme(
+        name="", weights=WeightQuantization(bits=8, **channel), storage="bitsandbytes"
+    )
+    return {name: replace(scheme, name=name) for name, scheme in schemes.items()}
+
+
+PRESETS = _presets()
+"""Every named scheme."""
+
+
+def scheme_named(name: str) -> QuantizationScheme:
+    """Return a preset by its name, in either case, with `-` or `_`.
+
+    Raises:
+        UsageError: no preset has this name; the nearest are offered.
+    """
+    wanted = name.upper().replace("-", "_")
+    if wanted in PRESETS:
+        return PRESETS[wanted]
+    near = difflib.get_close_matches(wanted, PRESETS, n=3, cutoff=0.5)
+    fix = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(PRESETS)}"
+    raise UsageError(Fault(where="--scheme", value=name, rule="names no quantization scheme", fix=fix))

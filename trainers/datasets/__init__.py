@@ -1,0 +1,1 @@
+"""Datasets as token samples, for everything that trains, calibrates or evaluates."""
