@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.plan import Plan
 from ...ds_configs.units import gigabytes
 from ..datasets.samples import SampleStatistics
+from ..markdown import table
 from .run_files import METRICS_FILE, DistillSettings
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def report(outcome: Outcome) -> str:
         *_where_it_ran(outcome),
         "## Data",
         "",
-        *_table(
+        *table(
             ("", ""),
             [
                 (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
@@ -193,7 +194,7 @@ def report(outcome: Outcome) -> str:
         "",
         "## Settings",
         "",
-        *_table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in named.items()]),
+        *table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in named.items()]),
         "",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in plan.versions) + ".",
     ]
@@ -211,7 +212,7 @@ def _where_it_ran(outcome: Outcome) -> list[str]:
         f"{outcome.plan.hardware.name}, {chosen.strategy.label}. {chosen.reason}",
         "",
         *([f"Teacher: {chosen.teacher.reason}", ""] if chosen.teacher is not None else []),
-        *_table(("", "predicted", "measured"), [("largest memory of an accelerator", predicted, measured)]),
+        *table(("", "predicted", "measured"), [("largest memory of an accelerator", predicted, measured)]),
         "",
     ]
 
@@ -270,14 +271,7 @@ def _license(model: str) -> str:
 
 def _comparison_table(result: RunResult) -> list[str]:
     rows = [(row.name, row.before, row.after, row.teacher) for row in comparison(result)]
-    return _table(("", "student before", "student after", "teacher"), rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    def line(cells: Sequence[object]) -> str:
-        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
+    return table(("", "student before", "student after", "teacher"), rows)
 
 
 def chart(outcome: Outcome) -> bytes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,26 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.hub import ModelSource
+from ..model_directory import COMPANIONS, INDEX, SINGLE, appearing_directory
 
 if TYPE_CHECKING:
     import torch
 
-INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _SHARD_BYTES = 5 * 10**9
-_COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def teacher_directory(source: ModelSource, where: str) -> Path:
@@ -50,7 +34,7 @@ def teacher_directory(source: ModelSource, where: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["config.json", "*.safetensors", INDEX, *_COPIED]
+        patterns = ["config.json", "*.safetensors", INDEX, *COMPANIONS]
         return Path(snapshot_download(where, revision=source.revision, allow_patterns=patterns))
     except Exception as error:
         # Whatever the connection, the cache or the disk raises.
@@ -85,7 +69,7 @@ def _files_by_name(directory: Path) -> dict[str, Path]:
         if index.is_file():
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         else:
-            names = {_SINGLE} if (directory / _SINGLE).is_file() else set()
+            names = {SINGLE} if (directory / SINGLE).is_file() else set()
         files = [directory / name for name in names if Path(name).name == name]
         if not files:
             fix = "load it and save it again with save_pretrained, which writes safetensors"
@@ -138,7 +122,7 @@ class StudentWriter:
         self._flush()
         count = len(self.written)
         if count == 1:
-            (self.directory / "shard-0").rename(self.directory / _SINGLE)
+            (self.directory / "shard-0").rename(self.directory / SINGLE)
             return
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self.written):
@@ -151,43 +135,9 @@ class StudentWriter:
         """Write a JSON file."""
         (self.directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
-    def copy_from(self, teacher: Path) -> None:
-        """Copy the tokenizer and the generation settings."""
-        for name in _COPIED:
-            if (teacher / name).is_file():
-                shutil.copyfile(teacher / name, self.directory / name)
-
-
-def output_faults(output: Path, teacher: str, *, force: bool) -> list[Fault]:
-    """Return why a student cannot be written to `output`."""
-    where, value = "--output-dir", str(output)
-    if output.exists() and not output.is_dir():
-        return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
-    if output.is_dir() and output.resolve() == Path(teacher).expanduser().resolve():
-        return [Fault(where=where, value=value, rule="is the teacher itself", fix="name another directory")]
-    if not force and output.is_dir() and any(output.iterdir()):
-        fix = "use --force to replace the model in it"
-        return [Fault(where=where, value=value, rule="exists and is not empty", fix=fix)]
-    return []
-
 
 @contextmanager
 def student_writer(output: Path) -> Iterator[StudentWriter]:
-    """Yield a writer whose files appear in `output` together at the end, or not at all.
-
-    Of a model that lies there, weight files that the new one does not replace are removed.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
-    try:
-        yield StudentWriter(directory=temporary)
-        if output.is_dir() and any(output.iterdir()):
-            for stale in (*output.glob("model*.safetensors"), output / INDEX):
-                stale.unlink(missing_ok=True)
-            for file in temporary.iterdir():
-                file.replace(output / file.name)
-        else:
-            temporary.chmod(0o755)
-            temporary.replace(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    """Yield a writer whose files appear in `output` together at the end, or not at all."""
+    with appearing_directory(output) as directory:
+        yield StudentWriter(directory=directory)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.errors import Fault, UsageError
 from ...plugins.hub import ModelSource, read_model_source
 from ...plugins.meta_model import build_meta_model
+from ..model_directory import copy_companions, output_faults
 from .student_families import WIDTH_FAMILIES, WidthFamily, teacher_widths, width_changes
-from .student_files import StudentWriter, TeacherTensors, output_faults, student_writer, teacher_directory
+from .student_files import StudentWriter, TeacherTensors, student_writer, teacher_directory
 from .student_layers import LayerStack, layer_changes, layer_stack, uniform_layers, unlike_layers
 from .student_low_rank import low_rank
 from .student_request import StudentRequest, Widths, layer_faults, request_faults, student_widths
@@ -105,7 +106,7 @@ def plan_student(
     """
     faults = request_faults(request)
     if output_dir is not None:
-        faults += output_faults(output_dir, teacher, force=force)
+        faults += output_faults(output_dir, teacher, force=force, what="the teacher")
     source = read_model_source(teacher, revision=revision)
     if source.config.get("quantization_config"):
         fix = "give the checkpoint that it was made from"
@@ -194,7 +195,7 @@ def make_student(
         UsageError: the directory holds something, or the checkpoint holds tensors that the family does not have.
         RefusedInputError: the teacher's weights are missing or damaged.
     """
-    faults = output_faults(output_dir, teacher, force=force)
+    faults = output_faults(output_dir, teacher, force=force, what="the teacher")
     if faults:
         raise UsageError(faults)
     directory = teacher_directory(plan.source, teacher)
@@ -205,7 +206,7 @@ def make_student(
         for name, tensor in tensors:
             _add(plan, name, tensor, cutter, report, writer)
         writer.finish()
-        writer.copy_from(directory)
+        copy_companions(directory, writer.directory)
         writer.write_json("config.json", plan.config)
         writer.write_json(FILE_NAME, report.to_dict())
     return report
