@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TYPECHECK := build/typecheck
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install readme demo test test-fast lint format gallery activations keys bench clean
@@ -28,11 +29,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/shardwright demo --force
 
+# Tests of one process run beside one another; those that start ranks of their own need all cores.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not distributed and not install"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "distributed or install"
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not install and not trace"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not distributed and not install and not trace"
 
 # mypy resolves relative imports from files, so it sees the checkout under the package's own name.
 lint: install
