@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
-from pydantic import ValidationError
 
-from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.job import OffloadName, StrategyName, Switch
 from ..ds_configs.teacher_placement import TeacherPlacementChoice
 from ..trainers.distillation.objective import Divergence
-from .settings import ENVIRONMENT_PREFIX
+from .model_settings import resolve_model
 
 if TYPE_CHECKING:
     from ..trainers.distillation.run import OnStep
-    from ..trainers.distillation.run_files import DistillSettings
     from ..trainers.distillation.run_inputs import Prepared
     from ..trainers.distillation.run_report import Outcome
 
@@ -193,7 +188,7 @@ def distill_command(
     from ..trainers.distillation.run_files import DistillSettings
     from ..trainers.distillation.run_inputs import prepare
 
-    settings = _resolved(DistillSettings, given, config)
+    settings = resolve_model(DistillSettings, given, file=config, environment=_ENVIRONMENT)
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
         how = {"dry_run": dry_run, "force": force, "resume": resume}
@@ -212,38 +207,6 @@ def distill_command(
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
-
-
-def _resolved(kind: type[DistillSettings], flags: Mapping[str, Any], file: Path | None) -> DistillSettings:
-    """Merge defaults, the file, the environment and flags, in that order of precedence.
-
-    Raises:
-        UsageError: unknown keys or values that are not allowed, all together.
-    """
-    merged: dict[str, Any] = {}
-    if file is not None:
-        from ..plugins.planning import read_yaml_mapping
-
-        merged |= {key.replace("-", "_"): value for key, value in read_yaml_mapping(file, what="config").items()}
-    for name in _ENVIRONMENT:
-        text = os.environ.get(f"{ENVIRONMENT_PREFIX}{name.upper()}")
-        if text is not None:
-            merged[name] = int(text) if name == "seed" and text.isdecimal() else text
-    merged |= {name: flags[name] for name in kind.model_fields if flags.get(name) is not None}
-    try:
-        return kind.model_validate(merged)
-    except ValidationError as error:
-        # A field that takes a number or a word fails once for each kind.
-        faults = {detail["loc"][0]: _fault(kind, detail) for detail in reversed(error.errors())}
-        raise UsageError(list(reversed(faults.values()))) from None
-
-
-def _fault(kind: type[DistillSettings], detail: Mapping[str, Any]) -> Fault:
-    name = str(detail["loc"][0])
-    if detail["type"] == "extra_forbidden":
-        near = get_close_matches(name, list(kind.model_fields), n=1, cutoff=0.5)
-        return Fault(where=name, rule="is not a setting", fix=f"did you mean {near[0]}?" if near else "")
-    return Fault(where=name, value=detail["input"], rule=str(detail["msg"]).lower())
 
 
 @contextmanager
