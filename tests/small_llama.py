@@ -1,0 +1,157 @@
+"""A Llama of two million parameters that learns real text within a minute, for tests of quantization quality.
+
+Perplexities are of tokens, on text that was not trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 512
+HIDDEN_SIZE = 256
+INTERMEDIATE_SIZE = 512
+LAYERS = 3
+SEQ_LEN = 128
+BATCH_SIZE = 8
+STEPS = 200
+EVALUATION_ROWS = 96
+"""Rows of `SEQ_LEN` tokens that are held out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedLlama:
+    """A trained model with the text it learned and the text it did not see. Copy `model` before changing it."""
+
+    model: Any
+    """In evaluation mode, in bf16."""
+    tokenizer: Any
+    """Bytes merged into `VOCAB_SIZE` tokens."""
+    train_NS: torch.Tensor
+    """Token ids that were trained on; calibration takes from here."""
+    evaluation_NS: torch.Tensor
+    """Token ids that were held out."""
+
+    def copy(self) -> Any:
+        """Return a model of one's own."""
+        return copy.deepcopy(self.model)
+
+
+def _merged_tokenizer(documents: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
+
+
+def _blocks(documents: list[str]) -> tuple[Any, torch.Tensor]:
+    tokenizer = _merged_tokenizer(documents)
+    encoded = tokenizer(documents, add_special_tokens=False)["input_ids"]
+    tokens = [token for document in encoded for token in [*document, tokenizer.eos_token_id]]
+    count = len(tokens) // SEQ_LEN
+    blocks_NS = torch.tensor(tokens[: count * SEQ_LEN]).view(count, SEQ_LEN)
+    return tokenizer, blocks_NS
+
+
+def _untrained() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=INTERMEDIATE_SIZE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=SEQ_LEN,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+@functools.cache
+def trained_llama() -> TrainedLlama:
+    """Train once for the whole session on the help topics that ship with Python."""
+    from pydoc_data.topics import topics
+
+    tokenizer, blocks_NS = _blocks([topics[name] for name in sorted(topics)])
+    draw = torch.Generator().manual_seed(0)
+    blocks_NS = blocks_NS[torch.randperm(len(blocks_NS), generator=draw)]
+    evaluation_NS, train_NS = blocks_NS[:EVALUATION_ROWS], blocks_NS[EVALUATION_ROWS:]
+    model = _untrained().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    order = torch.cat([torch.randperm(len(train_NS), generator=draw) for _ in range(8)])
+    for step in range(STEPS):
+        share = min((step + 1) / 20, 0.5 * (1 + math.cos(math.pi * step / STEPS)) + 0.01)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * share
+        batch_BS = train_NS[order[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]]
+        loss = model(input_ids=batch_BS, labels=batch_BS).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model = model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.config.dtype = torch.bfloat16
+    return TrainedLlama(model=model, tokenizer=tokenizer, train_NS=train_NS, evaluation_NS=evaluation_NS)
+
+
+@torch.no_grad()
+def row_losses(model: Any, rows_NS: torch.Tensor, *, batch_size: int = 16) -> torch.Tensor:
+    """Return each row's mean cross-entropy in nats per token, [N] in fp64."""
+    losses = []
+    for batch_BS in rows_NS.split(batch_size):
+        logits_BSV = model(input_ids=batch_BS).logits.float()[:, :-1]
+        loss_BS = torch.nn.functional.cross_entropy(logits_BSV.transpose(1, 2), batch_BS[:, 1:], reduction="none")
+        losses.append(loss_BS.double().mean(dim=1))
+    return torch.cat(losses)
+
+
+def perplexity(model: Any, rows_NS: torch.Tensor) -> float:
+    """Return exp of the mean cross-entropy per token."""
+    return float(row_losses(model, rows_NS).mean().exp())
+
+
+def unigram_perplexity(train_NS: torch.Tensor, rows_NS: torch.Tensor) -> float:
+    """Return what knowing only how often each token occurs gives."""
+    counts_V = torch.bincount(train_NS.flatten(), minlength=VOCAB_SIZE).double() + 1
+    return float((-(counts_V / counts_V.sum()).log()[rows_NS[:, 1:]]).mean().exp())
+
+
+@torch.no_grad()
+def inject_outliers(model: Any, channels: Iterable[int], *, factor: float = 50.0) -> Any:
+    """Scale hidden channels behind every norm and take the factor out of the weights that read them, in place.
+
+    With `h = norm(x)·g`, `W·h = (W·diag(1/s))·(diag(s)·h)`: the function is the same up to rounding, and the inputs of
+    the query, key, value, gate and up projections have `factor` times larger values in these channels.
+    """
+    index = torch.tensor(sorted(channels))
+    for layer in model.model.layers:
+        attention, feed_forward = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (feed_forward.gate_proj, feed_forward.up_proj)),
+        ):
+            norm.weight[index] *= factor
+            for reader in readers:
+                reader.weight[:, index] /= factor
+    return model

@@ -1,0 +1,253 @@
+"""Evaluates a model on a text, beside a baseline where one is given, one model in memory at a time."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks
+from .estimates import exponential, token_mean
+from .inputs import Notify, checked_subjects, chosen_seq_len, default_device, shared_tokenizer
+from .loading import Subject, load_subject, local_directory
+from .result import KL_SHARES, Comparison, Evaluation, ModelResult, TextFacts
+from .speed import Speed, measure_speed
+from .stored_sizes import stored_sizes
+from .text_windows import TextRequest, TextWindows, text_windows
+from .token_measures import AnswerSource, Batches, ModelReader, StoredAnswers, TokenMeasures, measure_tokens
+
+DEFAULT_WINDOWS = 64
+_PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
+
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Settings that both models share."""
+
+    batches: Batches
+    dtype: str
+    device: str
+    measure_speeds: bool
+    tasks: TaskRequest | None
+    on_progress: OnProgress
+
+
+@dataclass(kw_only=True)
+class _Findings:
+    """What was found about a model while it was in memory."""
+
+    subject: Subject
+    directory: Path
+    dtype: str
+    speed: Speed | None = None
+    tasks: tuple[TaskScore, ...] = ()
+
+
+def evaluate_model(
+    source: str,
+    *,
+    baseline: str | None = None,
+    text: TextRequest | None = None,
+    seq_len: int | None = None,
+    batch_size: int = 4,
+    dtype: str = "auto",
+    device: str | None = None,
+    tasks: TaskRequest | None = None,
+    revision: str | None = None,
+    baseline_revision: str | None = None,
+    measure_speeds: bool = True,
+    notify: Notify = lambda _: None,
+    on_progress: OnProgress = lambda _stage, _done, _total: None,
+) -> Evaluation:
+    """Return perplexity, KL and agreement with a baseline, sizes and speeds.
+
+    The baseline reads first and leaves the inputs of its output head on the host (tokens · hidden width numbers), and
+    its head, so that both models are never in memory together.
+
+    Args:
+        source: Hub id or directory of the model.
+        baseline: Hub id or directory of what it is compared with, usually what it was made from.
+        text: Text and windows; default: 64 windows of Python's help.
+        seq_len: Tokens of a window; default: 2048, or fewer where a model has fewer positions.
+        batch_size: Windows that are read together; no result depends on it.
+        dtype: Type to load weights as, or `auto` for the stored one.
+        device: Such as `cuda:0` or `cpu`; default: an accelerator where there is one.
+        tasks: Tasks of lm-evaluation-harness.
+        revision: Branch, tag or commit of a Hub model.
+        baseline_revision: The same of a Hub baseline.
+        measure_speeds: Whether tokens/s and memory are measured.
+        notify: Receives remarks.
+        on_progress: Receives what is read, batches done and batches in all.
+
+    Raises:
+        UsageError: models, text or numbers that cannot be used, all faults together.
+        RefusedInputError: files of a model are corrupt or unsafe, or a model's answers are not numbers.
+        ShardwrightError: a model cannot be fetched or loaded.
+    """
+    start = time.perf_counter()
+    request = text or TextRequest(num_samples=DEFAULT_WINDOWS)
+    asked = {"seq_len": seq_len, "batch_size": batch_size, "device": device, "tasks": tasks}
+    subjects = checked_subjects([(source, revision), (baseline, baseline_revision)], request, asked)
+    tokenizer = shared_tokenizer(subjects, notify)
+    windows = text_windows(request, tokenizer, seq_len=chosen_seq_len(seq_len, subjects))
+    run = _Run(
+        batches=Batches(windows=windows.windows, size=batch_size),
+        dtype=dtype,
+        device=device or default_device(),
+        measure_speeds=measure_speeds,
+        tasks=tasks,
+        on_progress=on_progress,
+    )
+    answers, compared = None, None
+    if len(subjects) > 1:
+        answers, compared = _read_baseline(subjects[1], run, tokenizer, notify)
+    measures, found = _read_model(subjects[0], answers, run, tokenizer)
+    return _evaluation(measures, found, compared, windows, run, seconds=time.perf_counter() - start)
+
+
+def _read_baseline(subject: Subject, run: _Run, tokenizer: Any, notify: Notify) -> tuple[AnswerSource, _Findings]:
+    """Let the baseline read everything; where its head cannot be taken out of it, it stays in memory instead."""
+    model, found = _loaded(subject, run)
+    reader, rows = ModelReader(model, run.batches, name=subject.name), []
+    for index in range(len(run.batches)):
+        answers = reader.answers(index)
+        if reader.head is None:
+            break
+        rows.append(answers.rows_ND.cpu())
+        run.on_progress("reading, baseline", index + 1, len(run.batches))
+    _measure_alone(model, found, run, tokenizer)
+    if reader.head is None:
+        notify(f"{subject.name}: its output head cannot run on its own, so both models stay in memory")
+        return reader, found
+    return StoredAnswers(name=subject.name, rows=rows, head=reader.head, device=model.device), found
+
+
+def _read_model(
+    subject: Subject, baseline: AnswerSource | None, run: _Run, tokenizer: Any
+) -> tuple[TokenMeasures, _Findings]:
+    # What the baseline's frames held is garbage by now.
+    gc.collect()
+    model, found = _loaded(subject, run)
+    reader = ModelReader(model, run.batches, name=subject.name)
+
+    def on_batch(done: int, total: int) -> None:
+        run.on_progress("reading, model", done, total)
+
+    measures = measure_tokens(reader, baseline, run.batches, on_batch=on_batch)
+    _measure_alone(model, found, run, tokenizer)
+    return measures, found
+
+
+def _loaded(subject: Subject, run: _Run) -> tuple[Any, _Findings]:
+    directory = local_directory(subject)
+    run.on_progress(f"loading, {subject.role}", 0, 1)
+    model = load_subject(subject, directory, dtype=run.dtype, device=run.device)
+    run.on_progress(f"loading, {subject.role}", 1, 1)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return model, _Findings(subject=subject, directory=directory, dtype=dtype)
+
+
+def _measure_alone(model: Any, found: _Findings, run: _Run, tokenizer: Any) -> None:
+    role = found.subject.role
+    if run.measure_speeds:
+        run.on_progress(f"timing, {role}", 0, 1)
+        found.speed = measure_speed(model, run.batches.windows[0])
+        run.on_progress(f"timing, {role}", 1, 1)
+    if run.tasks is not None:
+        run.on_progress(f"tasks, {role}", 0, 1)
+        found.tasks = run_tasks(model, tokenizer, run.tasks, batch_size=run.batches.size)
+        run.on_progress(f"tasks, {role}", 1, 1)
+
+
+def _evaluation(
+    measures: TokenMeasures,
+    found: _Findings,
+    compared: _Findings | None,
+    windows: TextWindows,
+    run: _Run,
+    *,
+    seconds: float,
+) -> Evaluation:
+    own_sums = measures.window_sums(measures.loss_N)
+    comparison, baseline = None, None
+    if compared is not None:
+        assert measures.baseline_loss_N is not None, "a baseline was read"
+        baseline = _model_result(compared, measures.window_sums(measures.baseline_loss_N), measures.counts)
+        comparison = _comparison(measures)
+    return Evaluation(
+        text=TextFacts(
+            source=windows.source,
+            seq_len_tokens=windows.seq_len_tokens,
+            stride_tokens=windows.stride_tokens,
+            windows=len(windows.windows),
+            available_windows=windows.available_windows,
+            predicted_tokens=windows.predicted_tokens,
+        ),
+        model=_model_result(found, own_sums, measures.counts),
+        baseline=baseline,
+        comparison=comparison,
+        window_losses_nats_per_token=_means(own_sums, measures.counts),
+        settings={"batch_size": run.batches.size, "device": run.device, "dtype": run.dtype},
+        versions=_versions(),
+        seconds=round(seconds, 3),
+    )
+
+
+def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
+    return tuple(total / count for total, count in zip(sums, counts, strict=True))
+
+
+def _model_result(found: _Findings, sums: Sequence[float], counts: Sequence[int]) -> ModelResult:
+    subject, loss = found.subject, token_mean(sums, counts)
+    return ModelResult(
+        name=subject.source.name,
+        revision=subject.source.revision,
+        architecture=(getattr(subject.config, "architectures", None) or [subject.config.model_type])[0],
+        quantization=subject.quantization,
+        dtype=found.dtype,
+        loss_nats_per_token=loss,
+        perplexity=exponential(loss),
+        sizes=stored_sizes(found.directory),
+        speed=found.speed,
+        tasks=found.tasks,
+    )
+
+
+def _comparison(measures: TokenMeasures) -> Comparison:
+    import torch
+
+    loss_N, other_N = measures.loss_N, measures.baseline_loss_N
+    kl_N, agreement_N = measures.kl_N, measures.agreement_N
+    assert other_N is not None and kl_N is not None and agreement_N is not None, "a baseline was read"
+    assert measures.compared_vocabulary is not None
+    difference_sums = measures.window_sums(loss_N.double() - other_N.double())
+    difference = token_mean(difference_sums, measures.counts)
+    sorted_N = torch.sort(kl_N).values
+    return Comparison(
+        loss_difference_nats_per_token=difference,
+        loss_difference_is_significant=difference.is_significant,
+        kl_nats_per_token=token_mean(measures.window_sums(kl_N), measures.counts),
+        kl_nats_at_share={
+            f"{share:g}": float(sorted_N[max(0, math.ceil(share * len(sorted_N)) - 1)]) for share in KL_SHARES
+        },
+        top1_agreement=token_mean(measures.window_sums(agreement_N), measures.counts),
+        compared_vocabulary=measures.compared_vocabulary,
+        window_loss_differences_nats_per_token=_means(difference_sums, measures.counts),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,280 @@
+"""What an evaluation leaves behind: `REPORT.md`, `evaluation.json` and a picture."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...ds_configs.units import gigabytes, human_count
+from ..markdown import table
+from .estimates import Estimate
+from .result import Evaluation, ModelResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+REPORT_FILE, RESULT_FILE, CHART_FILE = "REPORT.md", "evaluation.json", "evaluation.png"
+FILE_NAMES = (REPORT_FILE, RESULT_FILE, CHART_FILE)
+_BLUE, _RED, _GREY = "#4477aa", "#ee6677", "#777777"
+_UNKNOWN = "–"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measure of a model, and of its baseline."""
+
+    name: str
+    """What is measured, with its unit."""
+    model: str
+    """The model's."""
+    baseline: str
+    """The baseline's; empty without one or where it makes no sense."""
+    difference: str
+    """How they differ; empty likewise."""
+
+
+def rows(evaluation: Evaluation) -> list[Row]:
+    """Return every measure that was taken, for tables of any kind."""
+    return [*_quality_rows(evaluation), *_distance_rows(evaluation), *_cost_rows(evaluation), *_task_rows(evaluation)]
+
+
+def _quality_rows(evaluation: Evaluation) -> list[Row]:
+    model, baseline, compared = evaluation.model, evaluation.baseline, evaluation.comparison
+    loss = perplexity = ""
+    if baseline is not None and compared is not None:
+        difference = compared.loss_difference_nats_per_token
+        sign = {True: "", False: ", within noise", None: ""}[compared.loss_difference_is_significant]
+        loss = f"{_signed(difference)}{sign}"
+        perplexity = _percent(model.perplexity.value / baseline.perplexity.value - 1)
+    other_loss = "" if baseline is None else _estimate(baseline.loss_nats_per_token)
+    other_perplexity = "" if baseline is None else _estimate(baseline.perplexity)
+    return [
+        Row(name="perplexity", model=_estimate(model.perplexity), baseline=other_perplexity, difference=perplexity),
+        Row(name="cross-entropy, nats a token", model=_estimate(model.loss_nats_per_token), baseline=other_loss,
+            difference=loss),
+    ]  # fmt: skip
+
+
+def _distance_rows(evaluation: Evaluation) -> list[Row]:
+    compared = evaluation.comparison
+    if compared is None:
+        return []
+    tail = compared.kl_nats_at_share
+    return [
+        Row(name="KL(baseline | model), nats a token", model=_estimate(compared.kl_nats_per_token), baseline="",
+            difference=""),
+        Row(name="the same, 99 % of the tokens below", model=f"{tail['0.99']:.4g}", baseline="", difference=""),
+        Row(name="same most likely token", model=_share(compared.top1_agreement), baseline="", difference=""),
+    ]  # fmt: skip
+
+
+def _cost_rows(evaluation: Evaluation) -> list[Row]:
+    model, baseline = evaluation.model, evaluation.baseline
+    measures: list[tuple[str, Callable[[ModelResult], float | None], Callable[[float], str]]] = [
+        ("safetensors on disk, GB", lambda found: found.sizes.file_bytes, gigabytes),
+        ("bits for each parameter", lambda found: found.sizes.bits_per_parameter, _short),
+        ("bits in quantized matrices", lambda found: found.sizes.bits_per_quantized_parameter, _short),
+        ("parameters", lambda found: found.sizes.parameters, lambda count: human_count(int(count))),
+        ("parameters in quantized matrices", lambda found: found.sizes.quantized_parameters, _count),
+        ("prefill, tokens/s", lambda found: found.speed and found.speed.prefill_tokens_per_second, _count),
+        ("decode, tokens/s", lambda found: found.speed and found.speed.decode_tokens_per_second, _short),
+        ("weights in memory, GB", lambda found: found.speed and found.speed.weight_bytes, gigabytes),
+        ("peak memory of tensors, GB", lambda found: found.speed and found.speed.peak_bytes, gigabytes),
+    ]
+    found = []
+    for name, read, shape in measures:
+        own, other = read(model), None if baseline is None else read(baseline)
+        if own is None and other is None:
+            continue
+        ratio = f"× {own / other:.3g}" if own and other and not name.startswith("parameters") else ""
+        shown = "" if baseline is None else (_UNKNOWN if other is None else shape(other))
+        found.append(Row(name=name, model=_UNKNOWN if own is None else shape(own), baseline=shown, difference=ratio))
+    return found
+
+
+def _task_rows(evaluation: Evaluation) -> list[Row]:
+    others = {} if evaluation.baseline is None else {(s.task, s.metric): s for s in evaluation.baseline.tasks}
+    found = []
+    for score in evaluation.model.tasks:
+        own = Estimate(value=score.value, standard_error=score.standard_error)
+        other = others.get((score.task, score.metric))
+        shown = difference = ""
+        if other is not None:
+            shown = _estimate(Estimate(value=other.value, standard_error=other.standard_error))
+            difference = f"{score.value - other.value:+.4f}"
+        name = f"{score.task}, {score.metric} ({score.documents:,} documents)"
+        found.append(Row(name=name, model=_estimate(own), baseline=shown, difference=difference))
+    return found
+
+
+def verdict(evaluation: Evaluation) -> str:
+    """Return in one sentence what the comparison says; empty without a baseline."""
+    compared = evaluation.comparison
+    if compared is None:
+        return ""
+    difference = compared.loss_difference_nats_per_token
+    ratio = _percent(math.exp(min(difference.value, 700.0)) - 1)
+    agreement = f"both find the same next token most likely {_share(compared.top1_agreement)} of the time"
+    if compared.loss_difference_is_significant is None:
+        return f"Perplexity changes by {ratio} on a single window, which says nothing about noise; {agreement}."
+    if not compared.loss_difference_is_significant:
+        return f"Perplexity changes by {ratio}, which is within the noise of this text; {agreement}."
+    direction = "worse" if difference.value > 0 else "better"
+    return f"Perplexity is {ratio} {direction} than the baseline's, beyond the noise of this text; {agreement}."
+
+
+def report_files(evaluation: Evaluation) -> dict[str, str | bytes]:
+    """Return the report, the numbers and the picture by name."""
+    numbers = json.dumps(evaluation.to_dict(), indent=2, allow_nan=False) + "\n"
+    return {REPORT_FILE: report(evaluation), RESULT_FILE: numbers, CHART_FILE: chart(evaluation)}
+
+
+def report(evaluation: Evaluation) -> str:
+    """Return `REPORT.md`."""
+    return "\n".join(["# Evaluation report", "", *report_section(evaluation)]) + "\n"
+
+
+def report_section(evaluation: Evaluation, *, chart_file: str = CHART_FILE) -> list[str]:
+    """Return the lines of a report below its heading, for a report that tells more."""
+    text, model, baseline = evaluation.text, evaluation.model, evaluation.baseline
+    beside = "" if baseline is None else f" beside `{baseline.name}`"
+    lines = [
+        f"`{model.name}`{beside} on {text.predicted_tokens:,} tokens of {text.source} "
+        f"({text.windows:,} of {text.available_windows:,} windows of {text.seq_len_tokens:,} tokens, "
+        f"{text.stride_tokens:,} apart).",
+        "",
+    ]
+    if said := verdict(evaluation):
+        lines += [said, ""]
+    if baseline is None:
+        lines += table(("", "model"), [(row.name, row.model) for row in rows(evaluation)])
+    else:
+        found = [(row.name, row.model, row.baseline, row.difference) for row in rows(evaluation)]
+        lines += table(("", "model", "baseline", "difference"), found)
+    lines += ["", f"![{_caption(evaluation)}]({chart_file})", "", *_how(evaluation)]
+    return lines
+
+
+def _caption(evaluation: Evaluation) -> str:
+    if evaluation.comparison is None:
+        return "loss of each window"
+    return "loss difference of each window, and share of tokens by KL"
+
+
+def _how(evaluation: Evaluation) -> list[str]:
+    models = [evaluation.model, *([] if evaluation.baseline is None else [evaluation.baseline])]
+    facts = [
+        (
+            f"`{found.name}`",
+            found.architecture,
+            found.quantization or "none",
+            found.dtype,
+            found.revision or _UNKNOWN,
+        )
+        for found in models
+    ]
+    speed = evaluation.model.speed
+    lines = [
+        "± is one standard error over windows, and that of a difference is over the same windows of both models; more "
+        "than two of them count as beyond noise. The first token of a window is not judged. Bits count scales, zero "
+        "points and tables. ",
+        "",
+        *table(("model", "class", "quantization", "computes in", "commit"), facts),
+        "",
+    ]
+    if speed is not None:
+        lines += [
+            f"Speed and memory: {speed.machine}, through Transformers, a batch of one, {speed.prompt_tokens:,} tokens "
+            "read, medians; other engines run the same checkpoint at another speed.",
+            "",
+        ]
+    versions = ", ".join(f"{name} {found}" for name, found in evaluation.versions.items())
+    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in evaluation.settings.items())
+    return [*lines, f"Settings: {settings}. {evaluation.seconds:.0f} s in all. Versions: {versions}."]
+
+
+def chart(evaluation: Evaluation) -> bytes:
+    """Return a PNG of :func:`figure`."""
+    output = io.BytesIO()
+    figure(evaluation).savefig(output, format="png", dpi=120)
+    return output.getvalue()
+
+
+def figure(evaluation: Evaluation) -> Figure:
+    """Return a picture of how much worse a model is everywhere, and how much worse where it is worst.
+
+    Left, the loss difference of each window with the mean and two standard errors: whether the change is beyond noise.
+    Right, the KL that a share of the tokens exceeds: a small mean may hide few tokens that are far off. Without a
+    baseline, the loss of each window alone.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    compared = evaluation.comparison
+    drawn = Figure(figsize=(9 if compared is not None else 5.5, 3.8), layout="constrained")
+    FigureCanvasAgg(drawn)
+    if compared is None:
+        mean, values = evaluation.model.loss_nats_per_token, evaluation.window_losses_nats_per_token
+        _windows(drawn.subplots(), values, mean, "cross-entropy, nats a token")
+        return drawn
+    left, right = drawn.subplots(1, 2)
+    values, mean = compared.window_loss_differences_nats_per_token, compared.loss_difference_nats_per_token
+    _windows(left, values, mean, "model's loss less the baseline's, nats a token")
+    left.axvline(0, color=_GREY, linewidth=1, label="no difference")
+    left.legend(fontsize=8)
+    points = [
+        (nats, 1 - float(share)) for share, nats in compared.kl_nats_at_share.items() if nats > 0 and float(share) < 1
+    ]
+    if points:
+        right.loglog(*zip(*points, strict=True), color=_BLUE)
+    if compared.kl_nats_per_token.value > 0:
+        right.axvline(compared.kl_nats_per_token.value, color=_RED, linestyle="--", label="mean")
+        right.legend(fontsize=8)
+    right.set_xlabel("KL(baseline | model), nats")
+    right.set_ylabel("share of tokens with more")
+    right.grid(alpha=0.3)
+    return drawn
+
+
+def _windows(axes: Axes, values: Sequence[float], mean: Estimate, name: str) -> None:
+    axes.hist(values, bins=min(30, max(5, len(values) // 2)), color=_BLUE, alpha=0.7)
+    axes.axvline(mean.value, color=_RED, label="mean")
+    if mean.standard_error is not None:
+        low, high = mean.value - 2 * mean.standard_error, mean.value + 2 * mean.standard_error
+        axes.axvspan(low, high, color=_RED, alpha=0.2, label="± 2 standard errors")
+    axes.set_xlabel(name)
+    axes.set_ylabel("windows")
+    axes.legend(fontsize=8)
+
+
+def _estimate(found: Estimate) -> str:
+    if found.standard_error is None:
+        return f"{found.value:.5g}"
+    return f"{found.value:.5g} ± {found.standard_error:.2g}"
+
+
+def _signed(found: Estimate) -> str:
+    error = "" if found.standard_error is None else f" ± {found.standard_error:.2g}"
+    return f"{found.value:+.4g}{error}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
+def _share(found: Estimate) -> str:
+    error = "" if found.standard_error is None else f" ± {100 * found.standard_error:.2g}"
+    return f"{100 * found.value:.2f}{error} %"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if value < 100 else f"{value:,.0f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"

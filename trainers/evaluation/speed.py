@@ -1,0 +1,128 @@
+"""How fast a model reads and writes on this machine, and what memory that takes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .text_windows import Window
+
+if TYPE_CHECKING:
+    import torch
+
+REPEATS = 5
+"""Timed runs; the median counts. One more comes first and does not count."""
+DECODED_TOKENS = 16
+"""Tokens that are written one after another in each run."""
+_LONGEST_PROMPT = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """Medians of several runs with a batch of one, through Transformers."""
+
+    machine: str
+    """Processor or accelerator, with the threads that torch used."""
+    prompt_tokens: int
+    """Tokens read at once."""
+    prefill_tokens_per_second: float
+    """Tokens read in a second."""
+    decode_tokens_per_second: float | None
+    """Tokens written in a second, one after another behind the prompt; `None` for a model without a key/value cache."""
+    weight_bytes: int
+    """Parameters and buffers of the loaded model."""
+    peak_bytes: int
+    """Largest live bytes of tensors while a prompt was read, weights included."""
+
+
+def measure_speed(model: Any, window: Window) -> Speed:
+    """Time a loaded model on the start of a window; tokens are chosen greedily, the model's own end is ignored."""
+    import torch
+
+    prompt_1S = torch.tensor([window["input_ids"][:_LONGEST_PROMPT]], device=model.device)
+    with torch.inference_mode():
+        peak, weights = _peak_bytes(model, prompt_1S)
+        prefill, decode = [], []
+        for _ in range(REPEATS + 1):
+            seconds, outputs = _timed(lambda: model(input_ids=prompt_1S, use_cache=True), model.device)
+            prefill.append(seconds)
+            cache = getattr(outputs, "past_key_values", None)
+            if cache is not None:
+                decode.append(_decode_seconds(model, outputs))
+    return Speed(
+        machine=machine_name(model.device),
+        prompt_tokens=prompt_1S.shape[1],
+        prefill_tokens_per_second=prompt_1S.shape[1] / statistics.median(prefill[1:]),
+        decode_tokens_per_second=DECODED_TOKENS / statistics.median(decode[1:]) if decode else None,
+        weight_bytes=weights,
+        peak_bytes=peak,
+    )
+
+
+def _decode_seconds(model: Any, outputs: Any) -> float:
+    def write() -> None:
+        last = outputs
+        for _ in range(DECODED_TOKENS):
+            token_11 = last.logits[:, -1:].argmax(dim=-1)
+            last = model(input_ids=token_11, past_key_values=last.past_key_values, use_cache=True)
+
+    return _timed(write, model.device)[0]
+
+
+def _timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    _wait(device)
+    start = time.perf_counter()
+    result = work()
+    _wait(device)
+    return time.perf_counter() - start, result
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_bytes(model: Any, prompt_1S: torch.Tensor) -> tuple[int, int]:
+    """Return the largest live bytes of one forward pass, and those of the weights."""
+    import torch
+
+    kept = [*model.parameters(), *model.buffers()]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in kept}.values())
+    if prompt_1S.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(prompt_1S.device)
+        before = torch.cuda.memory_allocated(prompt_1S.device)
+        model(input_ids=prompt_1S, use_cache=True)
+        return weights + torch.cuda.max_memory_allocated(prompt_1S.device) - before, weights
+    from ...plugins.byte_meter import ByteMeter
+
+    with ByteMeter() as meter:
+        meter.enter("forward")
+        model(input_ids=prompt_1S, use_cache=True)
+    return weights + meter.reading().peak_bytes, weights
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the accelerator's name, or the processor's with the threads that torch uses."""
+    import torch
+
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

@@ -1,0 +1,280 @@
+"""What each judged token says about a model, and about its distance to a baseline; chunk by chunk over the tokens.
+
+Shapes: B windows, S tokens of each, N judged tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...ds_configs.errors import Fault, RefusedInputError, UsageError
+from ...plugins.output_heads import output_head
+from ..datasets.chat import IGNORED_LABEL
+from ..datasets.samples import collate
+from ..distillation.head_forward import captured_head_input
+from ..distillation.row_telemetry import dense_rows
+from .text_windows import Window
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_ELEMENTS = 2**23
+"""Log-probabilities that are held at once for each model: 32 MiB in fp32."""
+
+Head = Callable[["torch.Tensor"], "torch.Tensor"]
+OnBatch = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a model says at every judged token of a batch."""
+
+    rows_ND: torch.Tensor
+    """Inputs of the head, or logits."""
+    head: Head
+    """Turns some of these rows into logits [n, V]."""
+
+
+class AnswerSource(Protocol):
+    """A model that reads batches, or what one answered before."""
+
+    name: str
+    """What messages call it."""
+
+    def answers(self, index: int) -> Answers:
+        """Return the answers to one batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The windows in batches; a label belongs to the token before it."""
+
+    windows: Sequence[Window]
+    """In the order of the text."""
+    size: int
+    """Windows of a batch."""
+
+    def __len__(self) -> int:
+        return -(-len(self.windows) // self.size)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        batch: dict[str, torch.Tensor] = collate(self.windows[index * self.size : (index + 1) * self.size])
+        return batch
+
+
+def judged_rows(batch: dict[str, torch.Tensor], states_BSD: torch.Tensor) -> torch.Tensor:
+    """Return the states [N, D] that predict a judged token."""
+    judged_BS = (batch["labels"][:, 1:] != IGNORED_LABEL).to(states_BSD.device)
+    return states_BSD[:, :-1][judged_BS]
+
+
+def judged_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the judged tokens [N]."""
+    labels_BS = batch["labels"][:, 1:]
+    return labels_BS[labels_BS != IGNORED_LABEL]
+
+
+class ModelReader:
+    """A causal LM that reads batches.
+
+    The input of its output head is kept, and the head runs on a chunk of tokens at a time, so that [S, V] logits never
+    exist. Where a head cannot be taken out, or does not give the model's own logits, the model's logits are used.
+    """
+
+    def __init__(self, model: Any, batches: Batches, *, name: str) -> None:
+        self.name = name
+        self._model = model
+        self._batches = batches
+        self.head: Head | None = _separate_head(model)
+        """The head as a function; `None` where it cannot be taken out of the model."""
+
+    def answers(self, index: int) -> Answers:
+        """Run the model on one batch."""
+        import torch
+
+        batch = self._batches[index]
+        with torch.inference_mode():
+            if self.head is not None:
+                kept = self._hidden_states(batch)
+                if kept is not None:
+                    return Answers(rows_ND=judged_rows(batch, kept), head=self.head)
+                self.head = None
+            logits = self._run(batch).logits
+            return Answers(rows_ND=judged_rows(batch, logits), head=_unchanged)
+
+    def _run(self, batch: dict[str, torch.Tensor]) -> Any:
+        device = self._model.device
+        read = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+        return self._model(**read, use_cache=False)
+
+    def _hidden_states(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the input of the head; `None` where the head on its own gives other logits than the model does."""
+        import torch
+
+        assert self.head is not None
+        with captured_head_input(self._model) as kept:
+            outputs = self._run(batch)
+        if len(kept) != 1 or kept[0].shape[:2] != batch["input_ids"].shape:
+            return None
+        first = kept[0].reshape(-1, kept[0].shape[-1])[:1]
+        own, expected = self.head(first), outputs.logits.reshape(1, -1)
+        agree = own.shape == expected.shape and torch.allclose(
+            own.float(), expected.float(), rtol=1e-3, atol=1e-3, equal_nan=True
+        )
+        return kept[0] if agree else None
+
+
+def _separate_head(model: Any) -> Head | None:
+    try:
+        return output_head(model).logits
+    except UsageError:
+        return None
+
+
+def _unchanged(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAnswers:
+    """What a model answered before, kept on the host; the model itself is no longer needed."""
+
+    name: str
+    """What messages call it."""
+    rows: Sequence[torch.Tensor]
+    """Inputs of the head, one tensor for each batch."""
+    head: Head
+    """Its head."""
+    device: Any
+    """Where the head is."""
+
+    def answers(self, index: int) -> Answers:
+        """Return the answers to one batch."""
+        return Answers(rows_ND=self.rows[index].to(self.device), head=self.head)
+
+
+@dataclass(kw_only=True)
+class TokenMeasures:
+    """One number for each judged token, in the order of the text."""
+
+    loss_N: torch.Tensor
+    """The model's cross-entropy in nats."""
+    counts: tuple[int, ...]
+    """Judged tokens of each window that has any."""
+    baseline_loss_N: torch.Tensor | None = None
+    """The baseline's cross-entropy in nats."""
+    kl_N: torch.Tensor | None = None
+    """KL(baseline | model) in nats."""
+    agreement_N: torch.Tensor | None = None
+    """1 where both find the same token most likely."""
+    compared_vocabulary: int | None = None
+    """Tokens that KL and agreement range over."""
+
+    def window_sums(self, values_N: torch.Tensor) -> tuple[float, ...]:
+        """Return the sums over each window, in fp64."""
+        return tuple(float(part.double().sum()) for part in values_N.split(self.counts))
+
+
+@dataclass(kw_only=True)
+class _Collected:
+    parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    vocabulary: int | None = None
+
+    def add(self, values: dict[str, torch.Tensor]) -> None:
+        for name, values_n in values.items():
+            self.parts.setdefault(name, []).append(values_n.float().cpu())
+
+    def joined(self, name: str) -> torch.Tensor | None:
+        import torch
+
+        return torch.cat(self.parts[name]) if name in self.parts else None
+
+
+def measure_tokens(
+    model: AnswerSource, baseline: AnswerSource | None, batches: Batches, *, on_batch: OnBatch
+) -> TokenMeasures:
+    """Return loss, KL and agreement of every judged token; log-probabilities are fp32.
+
+    Raises:
+        RefusedInputError: a model's answers are not numbers; names the window and the token.
+    """
+    import torch
+
+    collected, counts = _Collected(), []
+    for index in range(len(batches)):
+        batch = batches[index]
+        counts += [int(count) for count in (batch["labels"][:, 1:] != IGNORED_LABEL).sum(dim=1)]
+        own = model.answers(index)
+        other = None if baseline is None else baseline.answers(index)
+        with torch.inference_mode():
+            for labels_n, own_nV, other_nV in _chunks(judged_labels(batch), own, other):
+                values, collected.vocabulary = _measure(labels_n, own_nV, other_nV)
+                collected.add(values)
+        _check_finite(model.name, collected.parts["loss"], batch, sum(counts), index * batches.size)
+        if baseline is not None:
+            _check_finite(baseline.name, collected.parts["baseline_loss"], batch, sum(counts), index * batches.size)
+        on_batch(index + 1, len(batches))
+    loss_N = collected.joined("loss")
+    assert loss_N is not None, "there is at least one window"
+    return TokenMeasures(
+        loss_N=loss_N,
+        counts=tuple(count for count in counts if count),
+        baseline_loss_N=collected.joined("baseline_loss"),
+        kl_N=collected.joined("kl"),
+        agreement_N=collected.joined("agreement"),
+        compared_vocabulary=collected.vocabulary,
+    )
+
+
+def _chunks(
+    labels_N: torch.Tensor, own: Answers, other: Answers | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield labels and fp32 logits of some tokens at a time."""
+    start, count = 0, 1
+    while start < len(labels_N):
+        part = slice(start, start + count)
+        own_nV = own.head(own.rows_ND[part]).float()
+        other_nV = None if other is None else other.head(other.rows_ND[part]).float()
+        yield labels_N[part].to(own_nV.device), own_nV, other_nV
+        start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
+
+
+def _measure(
+    labels_n: torch.Tensor, own_nV: torch.Tensor, other_nV: torch.Tensor | None
+) -> tuple[dict[str, torch.Tensor], int | None]:
+    log_q_nV = own_nV.log_softmax(dim=-1)
+    values = {"loss": -log_q_nV.gather(1, labels_n[:, None]).squeeze(1)}
+    if other_nV is None:
+        return values, None
+    other_nV = other_nV.to(own_nV.device)
+    log_p_nV = other_nV.log_softmax(dim=-1)
+    values["baseline_loss"] = -log_p_nV.gather(1, labels_n[:, None]).squeeze(1)
+    shared = min(own_nV.shape[1], other_nV.shape[1])
+    if own_nV.shape[1] != other_nV.shape[1]:
+        # One head is padded further than the other; the rows beyond belong to no token.
+        log_q_nV, log_p_nV = (logits[:, :shared].log_softmax(dim=-1) for logits in (own_nV, other_nV))
+    rows = dense_rows(log_q_nV, log_p_nV, labels_n)
+    return values | {"kl": rows["forward_kl"], "agreement": rows["agreement"]}, shared
+
+
+def _check_finite(
+    name: str, parts: Sequence[torch.Tensor], batch: dict[str, torch.Tensor], done: int, first_window: int
+) -> None:
+    import torch
+
+    labels_BS = batch["labels"][:, 1:]
+    count = int((labels_BS != IGNORED_LABEL).sum())
+    values_N = torch.cat(list(parts))[done - count : done]
+    bad = (~values_N.isfinite()).nonzero()
+    if len(bad) == 0:
+        return
+    row, position = (labels_BS != IGNORED_LABEL).nonzero()[int(bad[0])].tolist()
+    rule = (
+        f"gives no number for the token at position {position + 1} of window {first_window + row + 1} "
+        f"({len(bad):,} of {count:,} tokens of its batch)"
+    )
+    raise RefusedInputError(Fault(where=name, rule=rule, fix="look for NaN in its weights, or try --dtype float32"))
