@@ -212,7 +212,7 @@ def progress_on_stderr() -> Iterator[OnProgress]:
 
 def _printed(stage: str, done: int, total: int) -> None:
     if done == total:
-        print(f"note: done {stage}", file=sys.stderr)
+        print(f"note: {stage}: done", file=sys.stderr)
 
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:

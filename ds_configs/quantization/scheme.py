@@ -7,14 +7,18 @@ that a scheme turns into its `quantization_config` without translation tables.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import Fault, UsageError
 
 WeightStrategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
+ActivationStrategy = Literal["token", "tensor", "group", "tensor_group"]
+ScaleDtype = Literal["float8_e4m3fn", "uint8"]
 Storage = Literal["compressed-tensors", "bitsandbytes", "spqr"]
 RangeMethod = Literal["minmax", "percentile", "l2", "kl"]
+WEIGHT_STRATEGIES: tuple[WeightStrategy, ...] = ("tensor", "channel", "group", "tensor_group", "block")
 KNOWN_RANGES: tuple[RangeMethod, ...] = ("minmax", "percentile", "l2", "kl")
 
 
@@ -32,7 +36,9 @@ class WeightQuantization:
     """What shares one scale: the tensor, one output channel, `group_size` neighbours in a row, or a block."""
     group_size: int | None = 128
     """Input channels that share a scale; `None` unless the strategy is `group` or `tensor_group`."""
-    scale_dtype: Literal["float8_e4m3fn", "uint8"] | None = None
+    block_shape: tuple[int, int] | None = None
+    """Rows and columns that share a scale; `None` unless the strategy is `block`."""
+    scale_dtype: ScaleDtype | None = None
     """Stored type of the scales; `None` for the model's own."""
 
 
@@ -50,12 +56,19 @@ class ActivationQuantization:
     """Scales found while the model runs, for each token; otherwise stored, one for the tensor."""
     group_size: int | None = None
     """Channels that share a scale (FP4 and MX formats); `None` for the whole token or tensor."""
-    scale_dtype: Literal["float8_e4m3fn", "uint8"] | None = None
+    scale_dtype: ScaleDtype | None = None
     """Stored type of the scales; `None` for the model's own."""
     range_method: RangeMethod = "minmax"
     """How a static range is found from calibration data."""
     percentile: float = 99.9
     """Share of values inside the range, in percent, for `range_method="percentile"`."""
+
+    @property
+    def strategy(self) -> ActivationStrategy:
+        """What shares one scale; `tensor_group` also divides by one stored scale for the tensor (NVFP4)."""
+        if self.group_size is not None:
+            return "tensor_group" if self.scale_dtype == "float8_e4m3fn" else "group"
+        return "token" if self.dynamic else "tensor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,20 +90,30 @@ class QuantizationScheme:
 
     @property
     def activations_are_static(self) -> bool:
-        """Whether calibration data is needed for the ranges of activations."""
-        return self.activations is not None and not self.activations.dynamic
+        """Whether a range of every layer's inputs is stored, for which calibration data is needed.
+
+        NVFP4 finds the scales of its groups while the model runs, and divides them by one stored for the tensor.
+        """
+        activations = self.activations
+        return activations is not None and (not activations.dynamic or activations.strategy == "tensor_group")
 
     @property
     def format(self) -> str:
-        """The format's name in `quantization_config`, by the rule of compressed-tensors 0.19.0 `config/format.py`."""
+        """The format's name in `quantization_config`, by the rule of compressed-tensors 0.19.0 `compressors/format.py`.
+
+        Integers are packed only where activations stay in 16 bit: with rounded activations every code takes one byte,
+        whatever `bits` says.
+        """
         if self.storage != "compressed-tensors":
             return self.storage
         weights = self.weights
         if weights.number_type == "int":
-            return "int-quantized" if self.activations is not None and weights.bits == 8 else "pack-quantized"
+            return "pack-quantized" if self.activations is None else "int-quantized"
         if weights.bits == 4:
             return "nvfp4-pack-quantized" if weights.group_size == 16 else "mxfp4-pack-quantized"
-        return "mxfp8-quantized" if weights.scale_dtype == "uint8" else "float-quantized"
+        if weights.scale_dtype == "uint8":
+            return "mxfp8-quantized"
+        return "float-quantized" if self.activations is not None else "naive-quantized"
 
 
 def _integers(bits: int, *, activations: int | None = None, **changes: Any) -> QuantizationScheme:
@@ -101,36 +124,55 @@ def _integers(bits: int, *, activations: int | None = None, **changes: Any) -> Q
     )
 
 
-def _presets() -> dict[str, QuantizationScheme]:
-    """The names of compressed-tensors 0.19.0 mean what they mean there; the rest is ours and says so in the docs."""
+def _floats(weights: WeightQuantization, activations: ActivationQuantization | None = None) -> QuantizationScheme:
+    return QuantizationScheme(name="", weights=weights, activations=activations)
+
+
+def _integer_presets() -> dict[str, QuantizationScheme]:
     channel: dict[str, Any] = {"strategy": "channel", "group_size": None}
     schemes = {f"W{bits}A16": _integers(bits) for bits in range(2, 9)}
     schemes |= {f"W{bits}A16_ASYM": _integers(bits, symmetric=False) for bits in (2, 3, 4, 8)}
-    schemes |= {f"W{bits}A8": _integers(bits, activations=8) for bits in (4,)}
+    schemes |= {f"W{bits}A8": _integers(bits, activations=8) for bits in range(2, 8)}
+    schemes |= {f"W{bits}A4": _integers(bits, activations=4) for bits in range(2, 5)}
     dynamic = _integers(8, activations=8, **channel)
     static = replace(dynamic, activations=ActivationQuantization(dynamic=False))
-    schemes |= {"W8A8": dynamic, "W8A8_STATIC": static}
-    fp8 = WeightQuantization(bits=8, number_type="float", strategy="tensor", group_size=None)
-    fp8_inputs = ActivationQuantization(number_type="float")
-    schemes["FP8"] = QuantizationScheme(name="", weights=fp8, activations=replace(fp8_inputs, dynamic=False))
-    rows = replace(fp8, strategy="channel")
-    schemes["FP8_DYNAMIC"] = QuantizationScheme(name="", weights=rows, activations=fp8_inputs)
+    schemes |= {"W8A8": dynamic, "INT8": dynamic, "W8A8_STATIC": static}
+    schemes["W4AFP8"] = replace(_integers(4), activations=ActivationQuantization(number_type="float"))
+    return schemes
+
+
+def _float_presets() -> dict[str, QuantizationScheme]:
+    tensor = WeightQuantization(bits=8, number_type="float", strategy="tensor", group_size=None)
+    rows = replace(tensor, strategy="channel")
+    blocks = replace(tensor, strategy="block", block_shape=(128, 128))
+    inputs = ActivationQuantization(number_type="float")
     nvfp4 = WeightQuantization(
         bits=4, number_type="float", strategy="tensor_group", group_size=16, scale_dtype="float8_e4m3fn"
     )
-    mxfp4 = WeightQuantization(bits=4, number_type="float", strategy="group", group_size=32, scale_dtype="uint8")
-    schemes["NVFP4A16"] = QuantizationScheme(name="", weights=nvfp4)
-    schemes["MXFP4A16"] = QuantizationScheme(name="", weights=mxfp4)
-    four: dict[str, Any] = {"bits": 4, "number_type": "float"}
-    nvfp4_inputs = ActivationQuantization(**four, dynamic=True, group_size=16, scale_dtype="float8_e4m3fn")
-    schemes["NVFP4"] = QuantizationScheme(name="", weights=nvfp4, activations=nvfp4_inputs)
-    mxfp4_inputs = ActivationQuantization(**four, dynamic=True, group_size=32, scale_dtype="uint8")
-    schemes["MXFP4"] = QuantizationScheme(name="", weights=mxfp4, activations=mxfp4_inputs)
-    nf4 = WeightQuantization(bits=4, number_type="float", strategy="group", group_size=64)
-    schemes["NF4"] = QuantizationScheme(name="", weights=nf4, storage="bitsandbytes")
-    schemes["BNB_INT8"] = QuantizationScheme(
-        name="", weights=WeightQuantization(bits=8, **channel), storage="bitsandbytes"
-    )
+    nvfp4_inputs = replace(inputs, bits=4, group_size=16, scale_dtype="float8_e4m3fn")
+    mxfp4 = WeightQuantization(bits=4, number_type="float", group_size=32, scale_dtype="uint8")
+    mxfp8 = replace(mxfp4, bits=8)
+    mx_inputs = replace(inputs, group_size=32, scale_dtype="uint8")
+    return {
+        "FP8": _floats(tensor, replace(inputs, dynamic=False)),
+        "FP8_DYNAMIC": _floats(rows, inputs),
+        "FP8_BLOCK": _floats(blocks, replace(inputs, group_size=128)),
+        "NVFP4A16": _floats(nvfp4),
+        "NVFP4": _floats(nvfp4, nvfp4_inputs),
+        "MXFP4A16": _floats(mxfp4),
+        "MXFP4": _floats(mxfp4, replace(mx_inputs, bits=4)),
+        "MXFP8A16": _floats(mxfp8),
+        "MXFP8": _floats(mxfp8, mx_inputs),
+    }
+
+
+def _presets() -> dict[str, QuantizationScheme]:
+    """The names of compressed-tensors 0.19.0 mean what they mean there; the rest is ours and says so in the docs."""
+    four_bit = WeightQuantization(bits=4, number_type="float", group_size=64)
+    eight_bit = WeightQuantization(bits=8, strategy="channel", group_size=None)
+    schemes = _integer_presets() | _float_presets()
+    schemes["NF4"] = QuantizationScheme(name="", weights=four_bit, storage="bitsandbytes")
+    schemes["BNB_INT8"] = QuantizationScheme(name="", weights=eight_bit, storage="bitsandbytes")
     return {name: replace(scheme, name=name) for name, scheme in schemes.items()}
 
 
@@ -150,3 +192,86 @@ def scheme_named(name: str) -> QuantizationScheme:
     near = difflib.get_close_matches(wanted, PRESETS, n=3, cutoff=0.5)
     fix = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(PRESETS)}"
     raise UsageError(Fault(where="--scheme", value=name, rule="names no quantization scheme", fix=fix))
+
+
+def changed(
+    scheme: QuantizationScheme,
+    *,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    bits: int | None = None,
+    strategy: WeightStrategy | None = None,
+    ranges: RangeMethod | None = None,
+    percentile: float | None = None,
+    ignore: Sequence[str] | None = None,
+    targets: Sequence[str] | None = None,
+) -> QuantizationScheme:
+    """Return a scheme with some of its settings changed; `None` keeps the scheme's own.
+
+    A group size alone makes the strategy `group`, -1 makes it `channel`; a strategy other than `group` drops the group
+    size. `ignore` and `targets` take the place of the scheme's.
+
+    >>> changed(scheme_named("W4A16"), group_size=32, symmetric=False).weights.group_size
+    32
+
+    Raises:
+        UsageError: all settings that the scheme's format cannot hold.
+    """
+    from .combinations import combination_faults
+
+    weights = _changed_weights(scheme, bits=bits, symmetric=symmetric, strategy=strategy, group_size=group_size)
+    activations, faults = _changed_activations(scheme, ranges=ranges, percentile=percentile)
+    result = replace(
+        scheme,
+        weights=weights,
+        activations=activations,
+        ignore=scheme.ignore if ignore is None else tuple(ignore),
+        targets=scheme.targets if targets is None else tuple(targets),
+    )
+    faults += combination_faults(result)
+    if faults:
+        raise UsageError(faults)
+    return result
+
+
+def _changed_weights(
+    scheme: QuantizationScheme,
+    *,
+    bits: int | None,
+    symmetric: bool | None,
+    strategy: WeightStrategy | None,
+    group_size: int | None,
+) -> WeightQuantization:
+    weights = scheme.weights
+    if bits is not None:
+        weights = replace(weights, bits=bits)
+    if symmetric is not None:
+        weights = replace(weights, symmetric=symmetric)
+    if strategy is None and group_size is not None:
+        fixed = weights.strategy == "tensor_group"
+        strategy = "channel" if group_size == -1 else ("tensor_group" if fixed else "group")
+    if strategy is None:
+        return weights
+    if strategy in ("group", "tensor_group"):
+        chosen = group_size if group_size is not None else weights.group_size or 128
+        return replace(weights, strategy=strategy, group_size=chosen, block_shape=None)
+    block = (weights.block_shape or (128, 128)) if strategy == "block" else None
+    kept = None if group_size == -1 else group_size
+    return replace(weights, strategy=strategy, group_size=kept, block_shape=block)
+
+
+def _changed_activations(
+    scheme: QuantizationScheme, *, ranges: RangeMethod | None, percentile: float | None
+) -> tuple[ActivationQuantization | None, list[Fault]]:
+    activations = scheme.activations
+    given = {name: value for name, value in (("ranges", ranges), ("percentile", percentile)) if value is not None}
+    if not given:
+        return activations, []
+    if activations is None or activations.dynamic:
+        rule, fix = f"needs stored ranges of activations, and {scheme.name} has none", "use W8A8_STATIC"
+        return activations, [Fault(where=name, value=value, rule=rule, fix=fix) for name, value in given.items()]
+    method = ranges or "percentile"
+    if percentile is not None and method != "percentile":
+        return activations, [Fault(where="percentile", value=percentile, rule="is used by ranges = percentile alone")]
+    share = activations.percentile if percentile is None else percentile
+    return replace(activations, range_method=method, percentile=share), []

@@ -212,7 +212,9 @@ def kl_range(histogram: ActivationHistogram, quantization: ActivationQuantizatio
     """
 
     def divergence_K(low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor) -> Tensor:
-        return _divergences(low_K, high_K, centre_B, weight_B, quantization)
+        rounded_KB = rounded_values(centre_B, low_K, high_K, quantization)
+        covered = _covered(low_K, high_K, quantization)
+        return _divergences(*covered, centre_B, weight_B, rounded_KB)
 
     return _search(histogram, quantization, divergence_K)
 
@@ -251,9 +253,17 @@ def rounded_values(values_B: Tensor, low_K: Tensor, high_K: Tensor, quantization
     return (code_KB - zero_K1) * scale_K1
 
 
-def _divergences(
-    low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor, quantization: ActivationQuantization
-) -> Tensor:
+def _covered(low_K: Tensor, high_K: Tensor, quantization: ActivationQuantization) -> tuple[Tensor, Tensor]:
+    """Return the ranges that codes really cover: without symmetry, the zero point is rounded and moves both ends."""
+    if quantization.symmetric or quantization.number_type == "float":
+        return low_K, high_K
+    largest = 2.0**quantization.bits - 1
+    scale_K = (high_K - low_K) / largest
+    below_K = (-low_K / scale_K).clamp(0, largest).round()
+    return -below_K * scale_K, (largest - below_K) * scale_K
+
+
+def _divergences(low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor, rounded_KB: Tensor) -> Tensor:
     import torch
 
     inside_KB = (centre_B >= low_K[:, None]) & (centre_B <= high_K[:, None])
@@ -268,7 +278,6 @@ def _divergences(
     reference_KB.scatter_add_(1, first_K[:, None], below_K[:, None])
     reference_KB.scatter_add_(1, last_K[:, None], above_K[:, None])
     # Bins of one code are neighbours: their group is the running number of changes of the rounded value.
-    rounded_KB = rounded_values(centre_B, low_K, high_K, quantization)
     changes_KB = (rounded_KB[:, 1:] != rounded_KB[:, :-1]).long().cumsum(dim=1)
     group_KB = torch.nn.functional.pad(changes_KB, (1, 0))
     mass_KB = torch.zeros_like(kept_KB).scatter_add_(1, group_KB, kept_KB)
@@ -312,15 +321,8 @@ def _search(
         fine = _neighbours(top, narrowest, bound, histogram.bin_width)
         return best(-fine, fine)
     lows, highs = -_octaves(narrowest, -whole.low), _octaves(narrowest, whole.high)
-    every = (
-        torch.cartesian_prod(lows[::4], highs[::4]).T
-        if min(len(lows), len(highs)) > 1
-        else (
-            lows.expand(len(highs)) if len(lows) == 1 else lows,
-            highs.expand(len(lows)) if len(highs) == 1 else highs,
-        )
-    )
-    found = best(every[0], every[1])
+    every_K2 = torch.cartesian_prod(lows[::8], highs[::8])
+    found = best(every_K2[:, 0], every_K2[:, 1])
     for _ in range(3):
         before = found
         fine_high = torch.cat([highs, _neighbours(found.high, narrowest, whole.high, histogram.bin_width)])
@@ -329,7 +331,8 @@ def _search(
         found = best(fine_low, torch.full_like(fine_low, found.high))
         if found == before:
             break
-    return found
+    low_1, high_1 = _covered(torch.tensor([found.low]).double(), torch.tensor([found.high]).double(), quantization)
+    return ActivationRange(float(low_1), float(high_1))
 
 
 def _octaves(narrowest: float, widest: float) -> Tensor:

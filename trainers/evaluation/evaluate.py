@@ -121,7 +121,7 @@ def _read_baseline(subject: Subject, run: _Run, tokenizer: Any, notify: Notify) 
         if reader.head is None:
             break
         rows.append(answers.rows_ND.cpu())
-        run.on_progress("reading, baseline", index + 1, len(run.batches))
+        run.on_progress("reading by the baseline", index + 1, len(run.batches))
     _measure_alone(model, found, run, tokenizer)
     if reader.head is None:
         notify(f"{subject.name}: its output head cannot run on its own, so both models stay in memory")
@@ -138,7 +138,7 @@ def _read_model(
     reader = ModelReader(model, run.batches, name=subject.name)
 
     def on_batch(done: int, total: int) -> None:
-        run.on_progress("reading, model", done, total)
+        run.on_progress("reading by the model", done, total)
 
     measures = measure_tokens(reader, baseline, run.batches, on_batch=on_batch)
     _measure_alone(model, found, run, tokenizer)
@@ -147,9 +147,9 @@ def _read_model(
 
 def _loaded(subject: Subject, run: _Run) -> tuple[Any, _Findings]:
     directory = local_directory(subject)
-    run.on_progress(f"loading, {subject.role}", 0, 1)
+    run.on_progress(f"loading of the {subject.role}", 0, 1)
     model = load_subject(subject, directory, dtype=run.dtype, device=run.device)
-    run.on_progress(f"loading, {subject.role}", 1, 1)
+    run.on_progress(f"loading of the {subject.role}", 1, 1)
     dtype = str(model.dtype).removeprefix("torch.")
     return model, _Findings(subject=subject, directory=directory, dtype=dtype)
 
@@ -157,13 +157,13 @@ def _loaded(subject: Subject, run: _Run) -> tuple[Any, _Findings]:
 def _measure_alone(model: Any, found: _Findings, run: _Run, tokenizer: Any) -> None:
     role = found.subject.role
     if run.measure_speeds:
-        run.on_progress(f"timing, {role}", 0, 1)
+        run.on_progress(f"timing of the {role}", 0, 1)
         found.speed = measure_speed(model, run.batches.windows[0])
-        run.on_progress(f"timing, {role}", 1, 1)
+        run.on_progress(f"timing of the {role}", 1, 1)
     if run.tasks is not None:
-        run.on_progress(f"tasks, {role}", 0, 1)
+        run.on_progress(f"tasks of the {role}", 0, 1)
         found.tasks = run_tasks(model, tokenizer, run.tasks, batch_size=run.batches.size)
-        run.on_progress(f"tasks, {role}", 1, 1)
+        run.on_progress(f"tasks of the {role}", 1, 1)
 
 
 def _evaluation(

@@ -177,6 +177,9 @@ def tokenizer_difference(model_tokenizer: Any, baseline_tokenizer: Any, text: st
 def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) -> Any:
     """Load weights and return the model, ready to read.
 
+    compressed-tensors 0.19.0 decompresses a model in a hook of its first forward pass, which fails where a module's
+    `forward` was replaced, so one token is read here.
+
     Raises:
         RefusedInputError: weights are missing, left over or of another shape, so that the model would not be the one
             that was saved.
@@ -184,6 +187,7 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
     """
     if subject.quant_method == "spqr":
         return _load_spqr(directory, device)
+    import torch
     from transformers import AutoModelForCausalLM
 
     try:
@@ -209,7 +213,10 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
     ]
     if faults:
         raise RefusedInputError(faults)
-    return model.eval()
+    model.eval()
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    return model
 
 
 def _load_spqr(directory: Path, device: str) -> Any:

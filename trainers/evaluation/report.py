@@ -75,26 +75,39 @@ def _distance_rows(evaluation: Evaluation) -> list[Row]:
 
 def _cost_rows(evaluation: Evaluation) -> list[Row]:
     model, baseline = evaluation.model, evaluation.baseline
-    measures: list[tuple[str, Callable[[ModelResult], float | None], Callable[[float], str]]] = [
-        ("safetensors on disk, GB", lambda found: found.sizes.file_bytes, gigabytes),
-        ("bits for each parameter", lambda found: found.sizes.bits_per_parameter, _short),
-        ("bits in quantized matrices", lambda found: found.sizes.bits_per_quantized_parameter, _short),
-        ("parameters", lambda found: found.sizes.parameters, lambda count: human_count(int(count))),
-        ("parameters in quantized matrices", lambda found: found.sizes.quantized_parameters, _count),
-        ("prefill, tokens/s", lambda found: found.speed and found.speed.prefill_tokens_per_second, _count),
-        ("decode, tokens/s", lambda found: found.speed and found.speed.decode_tokens_per_second, _short),
-        ("weights in memory, GB", lambda found: found.speed and found.speed.weight_bytes, gigabytes),
-        ("peak memory of tensors, GB", lambda found: found.speed and found.speed.peak_bytes, gigabytes),
-    ]
+    own_costs, other_costs = _costs(model), {} if baseline is None else _costs(baseline)
     found = []
-    for name, read, shape in measures:
-        own, other = read(model), None if baseline is None else read(baseline)
+    for name, (own, shape) in own_costs.items():
+        other = other_costs.get(name, (None, shape))[0]
         if own is None and other is None:
             continue
         ratio = f"× {own / other:.3g}" if own and other and not name.startswith("parameters") else ""
-        shown = "" if baseline is None else (_UNKNOWN if other is None else shape(other))
-        found.append(Row(name=name, model=_UNKNOWN if own is None else shape(own), baseline=shown, difference=ratio))
+        shown = "" if baseline is None else _shaped(other, shape)
+        found.append(Row(name=name, model=_shaped(own, shape), baseline=shown, difference=ratio))
     return found
+
+
+def _shaped(value: float | None, shape: Callable[[float], str]) -> str:
+    return _UNKNOWN if value is None else shape(value)
+
+
+def _costs(found: ModelResult) -> dict[str, tuple[float | None, Callable[[float], str]]]:
+    sizes, speed = found.sizes, found.speed
+    costs: dict[str, tuple[float | None, Callable[[float], str]]] = {
+        "safetensors on disk": (sizes.file_bytes, _bytes),
+        "bits for each parameter": (sizes.bits_per_parameter, _short),
+        "bits in quantized matrices": (sizes.bits_per_quantized_parameter, _short),
+        "parameters": (sizes.parameters, _people),
+        "parameters in quantized matrices": (sizes.quantized_parameters, _people),
+    }
+    if speed is not None:
+        costs |= {
+            "prefill, tokens/s": (speed.prefill_tokens_per_second, _count),
+            "decode, tokens/s": (speed.decode_tokens_per_second, _short),
+            "weights in memory": (speed.weight_bytes, _bytes),
+            "peak memory of tensors": (speed.peak_bytes, _bytes),
+        }
+    return costs
 
 
 def _task_rows(evaluation: Evaluation) -> list[Row]:
@@ -124,8 +137,8 @@ def verdict(evaluation: Evaluation) -> str:
         return f"Perplexity changes by {ratio} on a single window, which says nothing about noise; {agreement}."
     if not compared.loss_difference_is_significant:
         return f"Perplexity changes by {ratio}, which is within the noise of this text; {agreement}."
-    direction = "worse" if difference.value > 0 else "better"
-    return f"Perplexity is {ratio} {direction} than the baseline's, beyond the noise of this text; {agreement}."
+    direction = "higher" if difference.value > 0 else "lower"
+    return f"Perplexity is {ratio[1:]} {direction} than the baseline's, beyond the noise of this text; {agreement}."
 
 
 def report_files(evaluation: Evaluation) -> dict[str, str | bytes]:
@@ -270,6 +283,14 @@ def _percent(share: float) -> str:
 def _share(found: Estimate) -> str:
     error = "" if found.standard_error is None else f" ± {100 * found.standard_error:.2g}"
     return f"{100 * found.value:.2f}{error} %"
+
+
+def _bytes(count: float) -> str:
+    return f"{gigabytes(count)} GB" if count >= 10**8 else f"{count / 10**6:.2f} MB"
+
+
+def _people(value: float) -> str:
+    return human_count(int(value))
 
 
 def _short(value: float) -> str:

@@ -95,8 +95,9 @@ def _peak_bytes(model: Any, prompt_1S: torch.Tensor) -> tuple[int, int]:
     import torch
 
     kept = [*model.parameters(), *model.buffers()]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in kept}.values())
     if prompt_1S.device.type == "cuda":
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        weights = sum(storages.values())
         torch.cuda.reset_peak_memory_stats(prompt_1S.device)
         before = torch.cuda.memory_allocated(prompt_1S.device)
         model(input_ids=prompt_1S, use_cache=True)
@@ -104,9 +105,11 @@ def _peak_bytes(model: Any, prompt_1S: torch.Tensor) -> tuple[int, int]:
     from ...plugins.byte_meter import ByteMeter
 
     with ByteMeter() as meter:
+        meter.label(kept, "weights")
+        weights = meter.reading().current_bytes
         meter.enter("forward")
         model(input_ids=prompt_1S, use_cache=True)
-    return weights + meter.reading().peak_bytes, weights
+    return meter.reading().peak_bytes, weights
 
 
 def machine_name(device: torch.device) -> str:

@@ -40,8 +40,9 @@ class Answers:
 class AnswerSource(Protocol):
     """A model that reads batches, or what one answered before."""
 
-    name: str
-    """What messages call it."""
+    @property
+    def name(self) -> str:
+        """What messages call it."""
 
     def answers(self, index: int) -> Answers:
         """Return the answers to one batch."""

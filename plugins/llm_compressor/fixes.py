@@ -1,0 +1,61 @@
+"""What llm-compressor 0.14.0.1 gets wrong on this or that machine, put right for the length of one call."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def all_fixes() -> Iterator[None]:
+    """Apply every workaround that this machine needs."""
+    with ExitStack() as stack:
+        stack.enter_context(no_pinned_memory_without_cuda())
+        stack.enter_context(torchvision_is_not_needed())
+        yield
+
+
+@contextmanager
+def no_pinned_memory_without_cuda() -> Iterator[None]:
+    """Let AWQ run on hosts without CUDA.
+
+    llmcompressor 0.14.0.1, `modifiers/transform/awq/base.py` `_apply_smoothing`: calls
+    `IntermediatesCache.pin_memory` unconditionally, and torch raises that it needs an accelerator.
+    """
+    import torch
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if torch.cuda.is_available():
+        yield
+        return
+    original = IntermediatesCache.pin_memory
+
+    def leave_pageable(cache: Any, batch_index: int) -> None:
+        return None
+
+    IntermediatesCache.pin_memory = leave_pageable
+    try:
+        yield
+    finally:
+        IntermediatesCache.pin_memory = original
+
+
+@contextmanager
+def torchvision_is_not_needed() -> Iterator[None]:
+    """Let mixtures of experts load where torchvision is not installed.
+
+    llmcompressor 0.14.0.1 with transformers 5.17.0: linearising experts walks over modules of Transformers whose import
+    of torchvision fails with `ModuleNotFoundError`. An empty module of that name stands in for the length of the call.
+    """
+    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
+        yield
+        return
+    sys.modules["torchvision"] = ModuleType("torchvision")
+    try:
+        yield
+    finally:
+        sys.modules.pop("torchvision", None)
