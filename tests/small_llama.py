@@ -5,10 +5,12 @@ Perplexities are of tokens, on text that was not trained on.
 
 from __future__ import annotations
 
-import copy
+import atexit
 import functools
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +29,10 @@ EVALUATION_ROWS = 96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedLlama:
-    """A trained model with the text it learned and the text it did not see. Copy `model` before changing it."""
+    """A trained model with the text it learned and the text it did not see."""
 
+    directory: Path
+    """Checkpoint with tokenizer, of the same numbers as `model`; it goes when the process ends."""
     model: Any
     """In evaluation mode; its weights are bf16 numbers stored in fp32, because CPUs are slow at bf16."""
     tokenizer: Any
@@ -39,8 +43,10 @@ class TrainedLlama:
     """Token ids that were held out."""
 
     def copy(self) -> Any:
-        """Return a model of one's own."""
-        return copy.deepcopy(self.model)
+        """Return a model that may be changed, loaded from `directory`."""
+        from transformers import LlamaForCausalLM
+
+        return LlamaForCausalLM.from_pretrained(self.directory, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def _merged_tokenizer(documents: list[str]) -> Any:
@@ -112,7 +118,14 @@ def trained_llama() -> TrainedLlama:
     model = model.eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    return TrainedLlama(model=model, tokenizer=tokenizer, train_NS=train_NS, evaluation_NS=evaluation_NS)
+    temporary = tempfile.TemporaryDirectory()
+    atexit.register(temporary.cleanup)
+    directory = Path(temporary.name)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return TrainedLlama(
+        directory=directory, model=model, tokenizer=tokenizer, train_NS=train_NS, evaluation_NS=evaluation_NS
+    )
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.quantization.scheme import ActivationQuantization
+from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
 from shardwright.plugins.llm_compressor.activation_ranges import (
     ActivationHistogram,
     activation_range,
@@ -19,6 +20,8 @@ from shardwright.plugins.llm_compressor.activation_ranges import (
     percentile_range,
     rounded_values,
 )
+from shardwright.plugins.llm_compressor.range_observers import observer_name, quantization_of, register_range_observers
+from shardwright.plugins.transformers import byte_tokenizer
 
 
 def histogram_of(values, *, bins=8192) -> ActivationHistogram:
@@ -259,3 +262,97 @@ def test_kl_is_the_best_of_all_ranges_by_brute_force(seed, symmetric):
     divergence = reference_kl(counts.tolist(), centres.tolist(), *found, 2, symmetric)
     # Without symmetry both ends are searched in turn, which need not end at the best pair.
     assert divergence <= min(measured.values()) * (1.0 + 1e-9 if symmetric else 1.05)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """A random Llama with static 8-bit inputs by each method, saved; with the inputs that its first layer saw."""
+    from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    set_seed(0)
+    dense = tmp_path_factory.mktemp("dense")
+    LlamaForCausalLM(config).save_pretrained(dense)
+    draw = torch.Generator().manual_seed(5)
+    rows_NS = torch.randint(64, (6, 16), generator=draw)
+    found = {}
+    for method in ("minmax", "percentile", "l2", "kl"):
+        model = LlamaForCausalLM.from_pretrained(dense).eval()
+        with torch.no_grad():
+            inputs = model.model.layers[0].input_layernorm(model.model.embed_tokens(rows_NS)).clone()
+        activations = static(8, range_method=method, percentile=95.0)
+        request = EngineRequest(
+            model=model,
+            tokenizer=byte_tokenizer(256),
+            scheme=replace(scheme_named("W8A8_STATIC"), activations=activations),
+            method="rtn",
+            calibration=[{"input_ids": row.tolist()} for row in rows_NS],
+            batch_size=2,
+        )
+        made = quantize_with_llm_compressor(request, lambda progress: None)
+        with torch.no_grad():
+            logits = made.model(input_ids=rows_NS).logits
+        directory = tmp_path_factory.mktemp(method)
+        made.save(directory)
+        found[method] = (inputs, activations, directory, logits, rows_NS)
+    return found
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "l2", "kl"])
+def test_the_engine_stores_the_range_of_what_the_layer_saw(calibrated, method):
+    from safetensors.torch import load_file
+
+    inputs, activations, directory, _, _ = calibrated[method]
+    _, high = activation_range(histogram_of(inputs), activations)
+    stored = load_file(directory / "model.safetensors")["model.layers.0.self_attn.q_proj.input_scale"]
+    bound = float(inputs.abs().max()) if method == "minmax" else high
+    assert float(stored) == pytest.approx(bound / 127.5, rel=1e-6)
+    if method == "percentile":
+        assert high == pytest.approx(numpy.percentile(inputs.abs().double().numpy(), 95.0), rel=5e-3)
+
+
+@pytest.mark.parametrize("method", ["percentile", "l2", "kl"])
+def test_saved_ranges_name_no_observer_that_others_lack(calibrated, method):
+    """A stock loader computes the same, and llm-compressor knows every name in the config."""
+    import json
+
+    from llmcompressor.observers import Observer
+    from transformers import AutoModelForCausalLM
+
+    _, _, directory, logits, rows_NS = calibrated[method]
+    saved = json.loads((directory / "config.json").read_text())["quantization_config"]
+    assert "shardwright" not in json.dumps(saved)
+    inputs = saved["config_groups"]["group_0"]["input_activations"]
+    assert Observer.get_value_from_registry(inputs["observer"]).__module__.startswith("llmcompressor.")
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=rows_NS).logits, logits, atol=1e-5)
+
+
+def test_registering_twice_is_harmless_and_names_are_as_documented():
+    assert register_range_observers() == register_range_observers()
+    assert observer_name(static(8)) == ("static_minmax", {})
+    assert observer_name(static(8, range_method="percentile", percentile=99.5)) == (
+        "shardwright_percentile",
+        {"percentile": 99.5},
+    )
+    assert observer_name(static(8, range_method="l2")) == ("shardwright_l2", {})
+    assert observer_name(static(8, range_method="kl")) == ("shardwright_kl", {})
+
+
+@pytest.mark.parametrize(("strategy", "dynamic"), [("token", True), ("group", False)])
+def test_only_one_static_range_for_the_tensor_is_searched(strategy, dynamic):
+    from compressed_tensors.quantization import QuantizationArgs
+
+    size = 16 if strategy == "group" else None
+    arguments = QuantizationArgs(strategy=strategy, dynamic=dynamic, group_size=size)
+    with pytest.raises(ValueError, match="one static range"):
+        quantization_of(arguments, "l2")

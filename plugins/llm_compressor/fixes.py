@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,14 +47,19 @@ def no_pinned_memory_without_cuda() -> Iterator[None]:
 def torchvision_is_not_needed() -> Iterator[None]:
     """Let mixtures of experts load where torchvision is not installed.
 
-    llmcompressor 0.14.0.1 with transformers 5.17.0: linearising experts walks over modules of Transformers whose import
-    of torchvision fails with `ModuleNotFoundError`. An empty module of that name stands in for the length of the call.
+    llmcompressor 0.14.0.1 with transformers 5.17.0: linearising experts registers patches, and
+    `transformers/monkey_patching.py` `apply_patches` then asks `dir()` of every loaded module of Transformers. Those that
+    stand for renamed image modules import them when asked, which fails with `ModuleNotFoundError: torchvision`. They are
+    taken out of `sys.modules` for the length of the call.
     """
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
-        yield
-        return
-    sys.modules["torchvision"] = ModuleType("torchvision")
+    hidden: dict[str, ModuleType] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and "__dir__" in vars(module):
+            try:
+                dir(module)
+            except ImportError:
+                hidden[name] = sys.modules.pop(name)
     try:
         yield
     finally:
-        sys.modules.pop("torchvision", None)
+        sys.modules.update(hidden)

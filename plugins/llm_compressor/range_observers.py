@@ -65,7 +65,7 @@ def quantization_of(arguments: Any, method: RangeMethod) -> ActivationQuantizati
         raise ValueError(f"range method {method} finds one static range for a tensor; the scheme asks for {found} ones")
     plain = ActivationQuantization(
         bits=arguments.num_bits,
-        number_type=str(getattr(arguments.type, "value", arguments.type)),  # type: ignore[arg-type]
+        number_type="float" if getattr(arguments.type, "value", arguments.type) == "float" else "int",
         symmetric=arguments.symmetric,
         dynamic=False,
         range_method=method,
@@ -78,7 +78,7 @@ def _register(method: RangeMethod) -> None:
     import torch
     from llmcompressor.observers import Observer
 
-    class HistogramObserver(Observer):  # type: ignore[misc]
+    class HistogramObserver(Observer):
         """Collects a histogram and finds the range when the scale is asked for."""
 
         _stats_attrs = ["histogram"]  # noqa: RUF012
@@ -93,7 +93,6 @@ def _register(method: RangeMethod) -> None:
             self.histogram.add(observed)
             self.device = observed.device
 
-        @torch.no_grad()
         def get_qparams(self) -> Any:
             found = activation_range(self.histogram, self.quantization)
             self.min_vals = torch.tensor([found.low], dtype=torch.float32, device=self.device)

@@ -199,6 +199,9 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
             use_safetensors=True,
             output_loading_info=True,
         )
+        model.eval()
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     except Exception as error:
         # A format's own library raises whatever it likes.
         rule = f"cannot be loaded ({type(error).__name__}: {_one_line(error)})"
@@ -213,9 +216,6 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
     ]
     if faults:
         raise RefusedInputError(faults)
-    model.eval()
-    with torch.inference_mode():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model
 
 

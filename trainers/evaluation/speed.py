@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import statistics
@@ -46,11 +47,15 @@ def measure_speed(model: Any, window: Window) -> Speed:
     import torch
 
     prompt_1S = torch.tensor([window["input_ids"][:_LONGEST_PROMPT]], device=model.device)
+
+    def read() -> Any:
+        return model(input_ids=prompt_1S, use_cache=True, **_last_logits_only(model))
+
     with torch.inference_mode():
-        peak, weights = _peak_bytes(model, prompt_1S)
+        peak, weights = _peak_bytes(model, read)
         prefill, decode = [], []
         for _ in range(REPEATS + 1):
-            seconds, outputs = _timed(lambda: model(input_ids=prompt_1S, use_cache=True), model.device)
+            seconds, outputs = _timed(read, model.device)
             prefill.append(seconds)
             cache = getattr(outputs, "past_key_values", None)
             if cache is not None:
@@ -90,25 +95,30 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak_bytes(model: Any, prompt_1S: torch.Tensor) -> tuple[int, int]:
-    """Return the largest live bytes of one forward pass, and those of the weights."""
+def _last_logits_only(model: Any) -> dict[str, int]:
+    """Return what makes a model compute the last token's logits alone, as `generate` does; nothing where it cannot."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
+
+
+def _peak_bytes(model: Any, read: Callable[[], Any]) -> tuple[int, int]:
+    """Return the largest live bytes of reading a prompt, and those of the weights."""
     import torch
 
     kept = [*model.parameters(), *model.buffers()]
-    if prompt_1S.device.type == "cuda":
+    if model.device.type == "cuda":
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         weights = sum(storages.values())
-        torch.cuda.reset_peak_memory_stats(prompt_1S.device)
-        before = torch.cuda.memory_allocated(prompt_1S.device)
-        model(input_ids=prompt_1S, use_cache=True)
-        return weights + torch.cuda.max_memory_allocated(prompt_1S.device) - before, weights
+        torch.cuda.reset_peak_memory_stats(model.device)
+        before = torch.cuda.memory_allocated(model.device)
+        read()
+        return weights + torch.cuda.max_memory_allocated(model.device) - before, weights
     from ...plugins.byte_meter import ByteMeter
 
     with ByteMeter() as meter:
         meter.label(kept, "weights")
         weights = meter.reading().current_bytes
         meter.enter("forward")
-        model(input_ids=prompt_1S, use_cache=True)
+        read()
     return meter.reading().peak_bytes, weights
 
 

@@ -275,7 +275,7 @@ def _check_finite(
         return
     row, position = (labels_BS != IGNORED_LABEL).nonzero()[int(bad[0])].tolist()
     rule = (
-        f"gives no number for the token at position {position + 1} of window {first_window + row + 1} "
+        f"gives no number for the token at position {position + 2} of window {first_window + row + 1} "
         f"({len(bad):,} of {count:,} tokens of its batch)"
     )
     raise RefusedInputError(Fault(where=name, rule=rule, fix="look for NaN in its weights, or try --dtype float32"))

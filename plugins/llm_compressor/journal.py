@@ -1,0 +1,199 @@
+"""Keeps finished layers of a quantization run on disk, so that an interrupted run goes on where it stopped.
+
+`journal.json` says which run it is and lists one safetensors file for each finished part, in order; a part is listed
+only when its file is on the disk whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.quantization.scheme import QuantizationScheme
+
+MANIFEST = "journal.json"
+_SCHEMA_VERSION = 1
+_BYTES_AT_ONCE = 1 << 22
+_PACKAGES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalEntry:
+    """One finished part of the model in one phase of the method."""
+
+    phase: int
+    """Which of the method's passes over the model, from 0."""
+    part: int
+    """Which part of the model, from 0."""
+    file: str
+    """Name of the safetensors file."""
+    size_bytes: int
+    """Its size."""
+    blake2b: str
+    """Its digest."""
+
+
+def run_identity(
+    *,
+    run_key: str,
+    scheme: QuantizationScheme,
+    method: str,
+    method_options: Mapping[str, Any],
+    calibration: Sequence[Mapping[str, Sequence[int]]],
+    batch_size: int,
+    seed: int,
+) -> dict[str, str]:
+    """Return what must agree before a run takes over another's layers, each as text that a message can show."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in calibration:
+        digest.update((json.dumps(list(map(int, sample["input_ids"]))) + "\n").encode())
+    return {
+        "model and settings": run_key,
+        "scheme": json.dumps(asdict(scheme), sort_keys=True, default=str),
+        "method": method,
+        "options": json.dumps(dict(method_options), sort_keys=True, default=str),
+        "calibration text": digest.hexdigest(),
+        "batch size": str(batch_size),
+        "seed": str(seed),
+        "versions": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
+    }
+
+
+class Journal:
+    """Finished parts of one run; what is on the disk and whole can be taken over."""
+
+    def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
+        """Open the journal of this run or start it.
+
+        A file that is missing, cut short or changed is not trusted, nor is anything that came after it.
+
+        Raises:
+            UsageError: the directory holds the journal of another run; says what differs.
+        """
+        self.directory = directory
+        self._identity = dict(identity)
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob("*.partial"):
+            leftover.unlink()
+        self.entries: tuple[JournalEntry, ...] = tuple(self._trusted())
+        self._write_manifest()
+
+    def record(self, *, phase: int, part: int, tensors: Mapping[str, Any]) -> None:
+        """Write the tensors of a finished part; when this returns, they survive the loss of power."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        name = f"layer-{len(self.entries):05d}.safetensors"
+        partial = self.directory / f"{name}.partial"
+        try:
+            save_file({key: _owned(tensor) for key, tensor in tensors.items()}, str(partial))
+        except SafetensorError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(f"{self.directory}: {error}") from error
+        digest = _synced_digest(partial)
+        os.replace(partial, self.directory / name)
+        size_bytes = (self.directory / name).stat().st_size
+        entry = JournalEntry(phase=phase, part=part, file=name, size_bytes=size_bytes, blake2b=digest)
+        self.entries = (*self.entries, entry)
+        self._write_manifest()
+
+    def restore(self, entry: JournalEntry, model: Any) -> tuple[str, ...]:
+        """Copy the tensors of a finished part into the model and return the names of the modules that have them."""
+        from compressed_tensors.utils import update_offload_parameter
+        from safetensors import safe_open
+
+        modules: dict[str, None] = {}
+        with safe_open(str(self.directory / entry.file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                module_name, _, tensor_name = name.rpartition(".")
+                modules[module_name] = None
+                update_offload_parameter(model.get_submodule(module_name), tensor_name, tensors.get_tensor(name))
+        return tuple(modules)
+
+    def of_phase(self, phase: int) -> tuple[JournalEntry, ...]:
+        """Return the finished parts of one phase, in order."""
+        return tuple(entry for entry in self.entries if entry.phase == phase)
+
+    def _trusted(self) -> Iterator[JournalEntry]:
+        path = self.directory / MANIFEST
+        if not path.exists():
+            return
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            schema, identity = manifest["schema_version"], manifest["run"]
+            entries = [JournalEntry(**entry) for entry in manifest["layers"]]
+        except (ValueError, KeyError, TypeError):
+            return
+        if schema != _SCHEMA_VERSION:
+            return
+        self._refuse_another_run(identity)
+        for index, entry in enumerate(entries):
+            # Names come from a file: only the one that this class would have chosen is opened.
+            if entry.file != f"layer-{index:05d}.safetensors" or not self._is_whole(entry):
+                return
+            yield entry
+
+    def _refuse_another_run(self, identity: Mapping[str, str]) -> None:
+        fix = "name another directory, or delete this one to start from the beginning"
+        faults = [
+            Fault(
+                where=str(self.directory),
+                value=identity.get(name),
+                rule=f"is the journal of a run with another {name}; this one has {wanted}",
+                fix=fix,
+            )
+            for name, wanted in self._identity.items()
+            if identity.get(name) != wanted
+        ]
+        if faults:
+            raise UsageError(faults)
+
+    def _is_whole(self, entry: JournalEntry) -> bool:
+        path = self.directory / entry.file
+        return path.is_file() and path.stat().st_size == entry.size_bytes and _digest(path) == entry.blake2b
+
+    def _write_manifest(self) -> None:
+        content = {
+            "schema_version": _SCHEMA_VERSION,
+            "run": self._identity,
+            "layers": [asdict(entry) for entry in self.entries],
+        }
+        partial = self.directory / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        _sync(partial)
+        os.replace(partial, self.directory / MANIFEST)
+        _sync(self.directory)
+
+
+def _owned(tensor: Any) -> Any:
+    """Return a tensor that is alone in its storage, as safetensors demands; most are, and are not copied."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(_BYTES_AT_ONCE):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _synced_digest(path: Path) -> str:
+    _sync(path)
+    return _digest(path)

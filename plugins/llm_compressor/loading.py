@@ -1,0 +1,249 @@
+"""Models to be quantized: their files checked before weights are read, their layers listed, their weights loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
+from ..hub import ModelSource, read_model_source
+from ..meta_model import build_meta_model
+from .experts import expert_layers, router_patterns
+from .fixes import all_fixes
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationSource:
+    """A model whose files were checked, with what planning needs to know of it."""
+
+    name: str
+    """Hub id or path, as given."""
+    revision: str | None
+    """Commit of a Hub model."""
+    directory: Path
+    """Where its files lie."""
+    config: Mapping[str, Any]
+    """Contents of `config.json`."""
+    layers: tuple[LinearLayer, ...]
+    """Every linear layer by its name in the checkpoint."""
+    tensors: Mapping[str, TensorShape]
+    """Shape and type of every stored tensor."""
+    dtype: str
+    """Type that the weights are loaded in."""
+    longest: int | None
+    """Tokens that it has positions for."""
+    default_ignore: tuple[str, ...]
+    """Layers that must stay dense: heads, routers, and what shares its weight."""
+
+
+def open_source(model: str, *, revision: str | None = None) -> QuantizationSource:
+    """Check a model's files and list its layers; a Hub repository is fetched first.
+
+    Raises:
+        UsageError: nothing of that name exists, or it has no weights.
+        RefusedInputError: it is quantized already, needs code of its own, or files are corrupt, missing or unsafe.
+        ShardwrightError: the Hub cannot be reached.
+    """
+    source = read_model_source(model, revision=revision)
+    faults = config_faults(source)
+    if faults:
+        raise RefusedInputError(faults)
+    directory = _snapshot(source)
+    faults = weight_faults(directory)
+    if faults:
+        raise RefusedInputError(faults)
+    meta = build_meta_model(source.config, source=model)
+    if not hasattr(meta, "get_output_embeddings") or meta.get_output_embeddings() is None:
+        rule, fix = f"{type(meta).__name__} has no output head over tokens", "give a causal language model"
+        raise UsageError(Fault(where="model", value=model, rule=rule, fix=fix))
+    tensors = stored_tensors(directory)
+    text = meta.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    layers = linear_layers(meta, tensors)
+    return QuantizationSource(
+        name=model,
+        revision=source.revision,
+        directory=directory,
+        config=source.config,
+        layers=layers,
+        tensors=tensors,
+        dtype=_dtype(source.config, tensors),
+        longest=longest if isinstance(longest, int) and longest > 0 else None,
+        default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_patterns(meta)),
+    )
+
+
+def config_faults(source: ModelSource) -> list[Fault]:
+    """Return why a configuration rules quantization out: quantized already, or code of its own."""
+    config, where, faults = source.config, source.name, []
+    stated = config.get("quantization_config") or config.get("compression_config")
+    if stated:
+        method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else "unknown"
+        rule, fix = f"is quantized already ({method})", "quantize the model that it was made from"
+        faults.append(Fault(where=where, rule=rule, fix=fix))
+    if config.get("auto_map"):
+        rule = "needs code of its own (auto_map), which is not run"
+        faults.append(Fault(where=where, rule=rule, fix="use a model whose class Transformers has"))
+    return faults
+
+
+def weight_faults(directory: Path) -> list[Fault]:
+    """Return what is wrong with the weight files of a directory, from their names and headers."""
+    where = str(directory)
+    if directory.is_file():
+        return [Fault(where=where, rule="is a configuration without weights", fix="name the model's directory")]
+    index = directory / _INDEX
+    if not index.is_file() and not (directory / "model.safetensors").is_file():
+        others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
+        if others:
+            rule = f"has weights in {', '.join(others[:3])} alone, and such files can run code when they are read"
+            return [Fault(where=where, rule=rule, fix="load and save it with save_pretrained, which writes safetensors")]
+        return [Fault(where=where, rule="has no weights", fix="give a trained model")]
+    return []
+
+
+def stored_tensors(directory: Path) -> dict[str, TensorShape]:
+    """Return shape and type of every tensor of a checkpoint, from its headers.
+
+    Raises:
+        RefusedInputError: a shard is missing, damaged, or outside of the directory.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    names = {name: stored for stored, name in SAFETENSORS_DTYPES.items()}
+    found: dict[str, TensorShape] = {}
+    for file in _shards(directory):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118
+                    header = stored.get_slice(name)
+                    dtype = header.get_dtype()
+                    found[name] = (tuple(header.get_shape()), names.get(dtype, dtype.lower()))
+        except (SafetensorError, OSError) as error:
+            rule = f"is not a whole safetensors file ({error})"
+            raise RefusedInputError(Fault(where=str(file), rule=rule, fix="download it again")) from None
+    return found
+
+
+def linear_layers(meta: Any, tensors: Mapping[str, TensorShape]) -> tuple[LinearLayer, ...]:
+    """Return every linear layer of a model on the meta device; experts one by one, by their names in the checkpoint."""
+    import torch
+
+    head = meta.get_output_embeddings()
+    tied = bool(getattr(meta.config.get_text_config(), "tie_word_embeddings", False))
+    layers = [
+        LinearLayer(
+            name=name,
+            out_features=module.out_features,
+            in_features=module.in_features,
+            is_tied=module is head and tied,
+            is_head=module is head,
+            has_bias=module.bias is not None,
+        )
+        for name, module in meta.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    return (*layers, *expert_layers(tensors, known={layer.name for layer in layers}))
+
+
+def load_for_quantization(source: QuantizationSource, *, device: str) -> Any:
+    """Load the weights and return the model, with the experts of mixtures as linear layers.
+
+    Raises:
+        RefusedInputError: tensors are missing, of another shape, or hold NaN or infinity.
+        ShardwrightError: Transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    named: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
+    where, found = str(source.directory), {}
+    try:
+        if any(layer.is_expert for layer in source.layers):
+            model = _load_with_linear_experts(AutoModelForCausalLM, where, named)
+        else:
+            model, found = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, **named)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ShardwrightError(f"{source.name}: cannot be loaded ({type(error).__name__}: {text})") from None
+    faults = [
+        Fault(where=source.name, value=sorted(map(str, found[key]))[:3], rule=f"{len(found[key])} tensors {rule}")
+        for key, rule in (
+            ("missing_keys", "are not in the checkpoint, so that they would be random"),
+            ("mismatched_keys", "have another shape in the checkpoint"),
+        )
+        if found.get(key)
+    ]
+    faults += [
+        Fault(where=source.name, value=name, rule="holds NaN or infinity", fix="train it again, or fetch a sound copy")
+        for name in nonfinite_weights(model)
+    ]
+    if faults:
+        raise RefusedInputError(faults)
+    return model.eval()
+
+
+def _load_with_linear_experts(model_class: Any, where: str, named: Mapping[str, Any]) -> Any:
+    """Load a mixture; llmcompressor 0.14.0.1 cannot pass on `output_loading_info` (AttributeError on the pair)."""
+    from llmcompressor.utils import load_context
+
+    with all_fixes(), load_context(model_class):
+        return model_class.from_pretrained(where, **named)
+
+
+def nonfinite_weights(model: Any) -> list[str]:
+    """Return the names of parameters that hold NaN or infinity."""
+    import torch
+
+    # A sum is finite only where every element is, as fp32 has room for the sum of any fp16 or bf16 matrix.
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and not weight.detach().sum(dtype=torch.float32).isfinite()
+    ]
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if not index.is_file():
+        return [directory / "model.safetensors"]
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RefusedInputError(Fault(where=str(index), rule=f"is not a safetensors index ({error!r})")) from None
+    faults = [
+        Fault(where=str(index), value=shard, rule="must name a file of the same directory", fix="download it again")
+        for shard in shards
+        if not isinstance(shard, str) or Path(shard).name != shard or not (directory / shard).is_file()
+    ]
+    if faults:
+        raise RefusedInputError(faults)
+    return [directory / shard for shard in shards]
+
+
+def _snapshot(source: ModelSource) -> Path:
+    if source.revision is None:
+        return Path(source.name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source.name, revision=source.revision, allow_patterns=list(_FILES)))
+    except Exception as error:
+        # Whatever the connection, the cache or the disk raises.
+        raise ShardwrightError(f"model = {source.name!r}: cannot be fetched ({type(error).__name__}: {error})") from None
+
+
+def _dtype(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> str:
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(stated, str):
+        return stated
+    floats = [dtype for _, dtype in tensors.values() if "float" in dtype]
+    return max(set(floats), key=floats.count) if floats else "float32"

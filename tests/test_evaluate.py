@@ -1,0 +1,384 @@
+"""Evaluating models: windows and errors by hand, losses and KL against fp64, sizes, models that must be refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.trainers.evaluation import token_measures
+from shardwright.trainers.evaluation.estimates import Estimate, exponential, token_mean
+from shardwright.trainers.evaluation.evaluate import evaluate_model
+from shardwright.trainers.evaluation.loading import tokenizer_difference
+from shardwright.trainers.evaluation.stored_sizes import StoredTensor, sizes_of, stored_sizes
+from shardwright.trainers.evaluation.text_windows import TextRequest, text_windows, windows_of
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+IGNORED = -100
+
+
+@pytest.fixture(scope="module")
+def noisy_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama with a little noise on its matrices and a sharper head, so that both are told apart."""
+    directory = tmp_path_factory.mktemp("noisy")
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter += 0.05 * torch.randn_like(parameter)
+        model.lm_head.weight *= 20
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Line {number} of a book that says {number * number}.\n" for number in range(60)))
+    return path
+
+
+def test_windows_by_hand():
+    assert list(windows_of(range(7), 3, 3)) == [
+        {"input_ids": [0, 1, 2], "labels": [0, 1, 2]},
+        {"input_ids": [3, 4, 5], "labels": [3, 4, 5]},
+    ]
+    assert list(windows_of(range(7), 4, 3))[1] == {"input_ids": [3, 4, 5, 6], "labels": [IGNORED, 4, 5, 6]}
+    assert list(windows_of(range(3), 4, 4)) == []
+
+
+@given(st.integers(2, 40), st.integers(0, 200), st.data())
+def test_overlapping_windows_judge_every_token_once(seq_len, count, data):
+    stride = data.draw(st.integers(1, seq_len - 1))
+    judged = [
+        label
+        for window in windows_of(range(count), seq_len, stride)
+        for label in window["labels"][1:]
+        if label != IGNORED
+    ]
+    # The first token has no predictor; an incomplete window at the end is left out.
+    whole = 0 if count < seq_len else seq_len + (count - seq_len) // stride * stride
+    assert judged == list(range(1, whole))
+
+
+def test_standard_errors_by_hand():
+    # Means 1, 2 and 6 over equal windows: mean 3, standard deviation √7, over √3.
+    equal = token_mean([4.0, 8.0, 24.0], [4, 4, 4])
+    assert equal.value == pytest.approx(3.0)
+    assert equal.standard_error == pytest.approx(math.sqrt(7 / 3))
+    assert equal.is_significant is False
+    # Unequal windows: residuals 1 - 1.5·1 and 5 - 1.5·3 are ∓0.5.
+    unequal = token_mean([1.0, 5.0], [1, 3])
+    assert unequal.value == pytest.approx(1.5)
+    assert unequal.standard_error == pytest.approx(math.sqrt(2 * 0.5) / 4)
+    assert unequal.is_significant is True
+    single = token_mean([6.0], [3])
+    assert single.standard_error is None and single.is_significant is None
+    grown = exponential(Estimate(value=math.log(8), standard_error=0.01))
+    assert grown.value == pytest.approx(8) and grown.standard_error == pytest.approx(0.08)
+
+
+def logits64(directory: Path, ids: torch.Tensor) -> torch.Tensor:
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_against_fp64(tiny_llama, noisy_llama, book, monkeypatch):
+    """Perplexity, KL and agreement with their errors, recomputed from whole logits in fp64; 32 tokens, 10 apart."""
+    monkeypatch.setattr(token_measures, "CHUNK_ELEMENTS", 512 * 7)
+    asked = TextRequest(files=(book,), stride=10, num_samples=9)
+    options: dict[str, Any] = {"baseline": str(tiny_llama), "text": asked, "seq_len": 32, "measure_speeds": False}
+    found = evaluate_model(str(noisy_llama), batch_size=4, **options)
+
+    tokens = byte_tokenizer(512)(book.read_text())["input_ids"]
+    ids = torch.tensor([tokens[start : start + 32] for start in range(0, 90, 10)])
+    judged = torch.ones(9, 31, dtype=torch.bool)
+    judged[1:, :21] = False
+    assert found.text.predicted_tokens == int(judged.sum()) == 31 + 8 * 10
+    log_q = logits64(noisy_llama, ids)[:, :-1].log_softmax(-1)
+    log_p = logits64(tiny_llama, ids)[:, :-1].log_softmax(-1)
+    own, other = (-values.gather(2, ids[:, 1:, None]).squeeze(2) for values in (log_q, log_p))
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    same = (log_p.argmax(-1) == log_q.argmax(-1)).double()
+
+    assert found.model.loss_nats_per_token.value == pytest.approx(float(own[judged].mean()), rel=1e-5)
+    assert found.model.perplexity.value == pytest.approx(math.exp(float(own[judged].mean())), rel=1e-4)
+    assert found.baseline.loss_nats_per_token.value == pytest.approx(float(other[judged].mean()), rel=1e-5)
+    compared = found.comparison
+    assert compared.kl_nats_per_token.value == pytest.approx(float(kl[judged].mean()), rel=1e-4)
+    assert compared.top1_agreement.value == pytest.approx(float(same[judged].mean()), abs=1e-9)
+    assert compared.kl_nats_at_share["1"] == pytest.approx(float(kl[judged].max()), rel=1e-4)
+    assert compared.kl_nats_at_share["0.5"] == pytest.approx(float(kl[judged].sort().values[55]), rel=1e-4)
+    difference = torch.where(judged, own - other, 0).sum(1)
+    paired = token_mean(difference.tolist(), judged.sum(1).tolist())
+    assert compared.loss_difference_nats_per_token.value == pytest.approx(paired.value, rel=1e-4)
+    assert compared.loss_difference_nats_per_token.standard_error == pytest.approx(paired.standard_error, rel=1e-4)
+    assert compared.loss_difference_is_significant is True
+    assert compared.compared_vocabulary == 512
+
+    other_batches = evaluate_model(str(noisy_llama), batch_size=9, **options)
+    assert other_batches.comparison.kl_nats_per_token.value == pytest.approx(compared.kl_nats_per_token.value, rel=1e-5)
+    assert other_batches.model.perplexity.value == pytest.approx(found.model.perplexity.value, rel=1e-5)
+
+
+def test_a_model_beside_itself(tiny_llama, book):
+    found = evaluate_model(
+        str(tiny_llama), baseline=str(tiny_llama), text=TextRequest(files=(book,)), seq_len=64, batch_size=3
+    )
+    assert found.comparison.kl_nats_per_token == Estimate(value=0.0, standard_error=0.0)
+    assert found.comparison.top1_agreement == Estimate(value=1.0, standard_error=0.0)
+    assert found.comparison.loss_difference_nats_per_token.value == 0.0
+    assert found.comparison.loss_difference_is_significant is False
+    speed = found.model.speed
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    # Rotary tables come on top.
+    assert weights <= speed.weight_bytes < weights + 1000
+    cached = 2 * 2 * 2 * 16 * 64 * 4
+    assert speed.peak_bytes > speed.weight_bytes + cached, "keys and values of 64 tokens in 2 layers are alive"
+    assert speed.prefill_tokens_per_second > speed.decode_tokens_per_second > 0
+    assert json.loads(json.dumps(found.to_dict()))["schema_version"] == 1
+
+
+def test_whole_logits_give_the_same(tiny_llama, noisy_llama, book, monkeypatch):
+    """A model whose head cannot run on its own stays in memory and answers with logits."""
+    options: dict[str, Any] = {
+        "baseline": str(tiny_llama),
+        "text": TextRequest(files=(book,), num_samples=4),
+        "seq_len": 48,
+        "measure_speeds": False,
+    }
+    heard: list[str] = []
+    separate = evaluate_model(str(noisy_llama), notify=heard.append, **options)
+    assert heard == []
+    # A head whose own logits are not the model's: what a family that rescales them without saying so looks like.
+    monkeypatch.setattr(token_measures, "_separate_head", lambda model: lambda rows: model.lm_head(rows) * 2)
+    whole = evaluate_model(str(noisy_llama), notify=heard.append, **options)
+    assert len(heard) == 1 and "both models stay in memory" in heard[0]
+    assert whole.comparison.kl_nats_per_token.value == pytest.approx(
+        separate.comparison.kl_nats_per_token.value, rel=1e-5
+    )
+    assert whole.model.perplexity.value == pytest.approx(separate.model.perplexity.value, rel=1e-5)
+
+
+def test_chat_is_judged_where_the_assistant_speaks(tiny_llama, tmp_path):
+    rows = tmp_path / "chat.jsonl"
+    lines = [{"prompt": "2 + 2 = ", "completion": "4"}, {"prompt": "say hello", "completion": "hello, world"}]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    windows = text_windows(TextRequest(dataset=str(rows)), byte_tokenizer(512), seq_len=64)
+    assert windows.predicted_tokens == len("4") + 1 + len("hello, world") + 1
+    options: dict[str, Any] = {"text": TextRequest(dataset=str(rows)), "seq_len": 64, "measure_speeds": False}
+    together = evaluate_model(str(tiny_llama), batch_size=2, **options)
+    apart = evaluate_model(str(tiny_llama), batch_size=1, **options)
+    assert together.text.predicted_tokens == windows.predicted_tokens
+    assert together.model.perplexity.value == pytest.approx(apart.model.perplexity.value, rel=1e-5)
+
+
+def tensor(dtype: str, *shape: int) -> StoredTensor:
+    return StoredTensor(dtype=dtype, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "stated", "bits"),
+    [
+        # 4-bit codes of [64, 256], a bf16 scale for 128 of them, and the shape.
+        (
+            {"weight_packed": tensor("I32", 64, 32), "weight_scale": tensor("BF16", 64, 2),
+             "weight_shape": tensor("I64", 2)},
+            64 * 256,
+            64 * 256 * 4 + 64 * 2 * 16 + 2 * 64,
+        ),
+        ({"weight": tensor("I8", 64, 256), "weight_scale": tensor("BF16", 64, 1)}, None, 64 * 256 * 8 + 64 * 16),
+        (
+            {"weight": tensor("F8_E4M3", 64, 256), "weight_scale": tensor("BF16", 1), "input_scale": tensor("BF16", 1)},
+            None,
+            64 * 256 * 8 + 32,
+        ),
+        (
+            {"weight_packed": tensor("U8", 64, 128), "weight_scale": tensor("F8_E4M3", 64, 16),
+             "weight_global_scale": tensor("F32", 1)},
+            None,
+            64 * 256 * 4 + 64 * 16 * 8 + 32,
+        ),
+        (
+            {"weight": tensor("U8", 64 * 128, 1), "weight.absmax": tensor("F32", 256),
+             "weight.quant_map": tensor("F32", 16), "weight.quant_state.bitsandbytes__nf4": tensor("U8", 80)},
+            None,
+            64 * 256 * 4 + 256 * 32 + 16 * 32 + 80 * 8,
+        ),
+        (
+            {"weight": tensor("I8", 64, 256), "SCB": tensor("F32", 64), "weight_format": tensor("U8")},
+            None,
+            64 * 256 * 8 + 64 * 32 + 8,
+        ),
+        (
+            {"qweight": tensor("I32", 32, 64), "qzeros": tensor("I32", 2, 8), "scales": tensor("F16", 2, 64),
+             "g_idx": tensor("I32", 256)},
+            None,
+            64 * 256 * 4 + 16 * 32 + 128 * 16 + 256 * 32,
+        ),
+        (
+            {"qweight": tensor("I32", 256, 8), "qzeros": tensor("I32", 2, 8), "scales": tensor("F16", 2, 64)},
+            None,
+            64 * 256 * 4 + 16 * 32 + 128 * 16,
+        ),
+    ],
+    ids=["int4", "int8", "fp8", "nvfp4", "bnb-nf4", "bnb-int8", "gptq", "awq"],
+)  # fmt: skip
+def test_bits_of_each_format(tensors, stated, bits):
+    """One [64, 256] matrix with its bias, beside a plain norm and an embedding."""
+    stored = {f"layers.0.up.{name}": found for name, found in tensors.items()}
+    stored |= {"layers.0.up.bias": tensor("BF16", 64), "norm.weight": tensor("BF16", 256)}
+    stored["embed.weight"] = tensor("BF16", 512, 256)
+    plain = 64 + 256 + 512 * 256
+    found = sizes_of(stored, {} if stated is None else {"layers.0.up": stated}, file_bytes=7)
+    assert found.quantized_matrices == 1 and found.file_bytes == 7
+    assert found.quantized_parameters == 64 * 256
+    assert found.bits_per_quantized_parameter == bits / (64 * 256)
+    assert found.parameters == plain + 64 * 256
+    assert found.bits_per_parameter == pytest.approx((bits + plain * 16) / (plain + 64 * 256))
+
+
+def test_sizes_of_plain_weights(tiny_llama):
+    found = stored_sizes(tiny_llama)
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert found.bits_per_parameter == 32 and found.bits_per_quantized_parameter is None
+    assert found.file_bytes == (tiny_llama / "model.safetensors").stat().st_size
+
+
+def test_bitsandbytes_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, quantization_config=config, device_map={"": "cpu"})
+    model.save_pretrained(tmp_path / "nf4")
+    found = evaluate_model(str(tmp_path / "nf4"), baseline=str(tiny_llama), text=TextRequest(files=(book,)), seq_len=64)
+    assert found.model.quantization == "bitsandbytes"
+    assert 4.5 < found.model.sizes.bits_per_quantized_parameter < 5.5
+    assert 0 < found.comparison.kl_nats_per_token.value < 0.01
+    assert found.model.speed.weight_bytes < found.baseline.speed.weight_bytes
+
+
+def changed(directory: Path, target: Path, **changes: Any) -> Path:
+    """Copy a model with other values in its configuration; `None` removes one."""
+    shutil.copytree(directory, target)
+    config = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return target
+
+
+def small_run(source: Path, book: Path, **options: Any) -> Any:
+    text = options.pop("text", TextRequest(files=(book,), num_samples=2))
+    options = {"seq_len": 32, "measure_speeds": False} | options
+    return evaluate_model(str(source), text=text, **options)
+
+
+def test_requests_that_cannot_be_met_are_told_together(tiny_llama, book, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        small_run(
+            tmp_path / "nowhere", book, baseline=str(tiny_llama), seq_len=1000, batch_size=0, device="gpu7",
+            text=TextRequest(files=(book,), stride=1001, num_samples=0),
+        )  # fmt: skip
+    text = str(caught.value)
+    for part in ("nowhere", "128 positions", "--batch-size = 0", "--device = 'gpu7'", "--stride = 1001",
+                 "--num-samples = 0"):  # fmt: skip
+        assert part in text
+
+
+def test_texts_that_cannot_be_read(tiny_llama, book, tmp_path):
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    for files, expected in (
+        ((empty,), "has no text"),
+        ((binary,), "is not UTF-8"),
+        ((tmp_path / "none.txt",), "cannot be read (No such file"),
+    ):
+        with pytest.raises(UsageError, match=expected.replace("(", r"\(")):
+            small_run(tiny_llama, book, text=TextRequest(files=files))
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(UsageError, match="has 10 tokens, fewer than one window of seq_len = 32; lower --seq-len"):
+        small_run(tiny_llama, book, text=TextRequest(files=(short,)))
+
+
+def test_models_that_cannot_be_judged(tiny_llama, book, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    bert = changed(tiny_llama, tmp_path / "bert", architectures=["BertForMaskedLM"], model_type="bert")
+    with pytest.raises(UsageError, match="BertForMaskedLM is no causal language model"):
+        small_run(bert, book)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(tiny_llama / "config.json", bare)
+    with pytest.raises(UsageError, match="has no weights"):
+        small_run(bare, book)
+    (bare / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(RefusedInputError, match=r"safetensors only.*pytorch_model.bin"):
+        small_run(bare, book)
+
+    weights = load_file(tiny_llama / "model.safetensors")
+    lost = changed(tiny_llama, tmp_path / "lost")
+    save_file({k: v for k, v in weights.items() if "q_proj" not in k}, lost / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RefusedInputError, match=r"model\.layers\.0\.self_attn\.q_proj.*2 tensors are not in the check"):
+        small_run(lost, book)
+    broken = changed(tiny_llama, tmp_path / "broken")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name] * float("nan")}, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        RefusedInputError, match=r"model .*broken: gives no number for the token at position 2 of windo"
+    ):
+        small_run(broken, book)
+    with pytest.raises(RefusedInputError, match=r"baseline .*broken: gives no number"):
+        small_run(tiny_llama, book, baseline=str(broken))
+    (broken / "model.safetensors").write_bytes((tiny_llama / "model.safetensors").read_bytes()[:-10])
+    with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
+        small_run(broken, book)
+
+
+def test_baselines_with_other_tokens(tiny_llama, book, tmp_path):
+    model, baseline = changed(tiny_llama, tmp_path / "model"), changed(tiny_llama, tmp_path / "baseline")
+    tokenizer = byte_tokenizer(512)
+    tokenizer.save_pretrained(model)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(baseline)
+    with pytest.raises(UsageError, match=r"token 257 is '<extra>' here and None in the model's"):
+        small_run(model, book, baseline=str(baseline))
+    heard: list[str] = []
+    small_run(changed(tiny_llama, tmp_path / "none"), book, baseline=str(model), notify=heard.append)
+    assert "the baseline's is used" in heard[0]
+
+
+def test_tokenizers_that_split_otherwise():
+    class Splitting:
+        def __init__(self, ids: list[int]) -> None:
+            self.ids = ids
+
+        def get_vocab(self) -> dict[str, int]:
+            return {str(index): index for index in range(9)}
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": self.ids}
+
+    fault = tokenizer_difference(Splitting([1, 2, 3, 4, 5]), Splitting([1, 2, 7, 8]), "text")
+    assert fault is not None and "from token 2 on [7, 8] here, [3, 4, 5] there" in fault.rule
+    assert tokenizer_difference(Splitting([1]), Splitting([1]), "text") is None
+
+
+def test_a_model_that_its_library_cannot_load(tiny_llama, book, tmp_path):
+    """bitsandbytes finds no codes in plain weights; that is told, not what a broken model says."""
+    stated = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    unlike = changed(tiny_llama, tmp_path / "unlike", quantization_config=stated)
+    with pytest.raises(ShardwrightError):
+        small_run(unlike, book)

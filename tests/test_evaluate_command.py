@@ -1,0 +1,216 @@
+"""`shardwright evaluate` in this process: what it prints and writes, tasks of the harness, and exit codes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from shardwright.ds_configs.errors import ShardwrightError
+from shardwright.plugins import lm_eval as harness
+from shardwright.plugins.lm_eval import TaskRequest, run_tasks, task_faults
+from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.trainers.evaluation.report import FILE_NAMES, verdict
+from transformers import LlamaForCausalLM
+
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+CHOICES = ["one", "two"]
+
+
+@pytest.fixture(scope="module")
+def halved_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama rounded to multiples of 1/64."""
+    directory = tmp_path_factory.mktemp("halved")
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.copy_((parameter * 64).round() / 64)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def task_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tasks")
+    questions = [{"question": f"number {index} is", "choices": CHOICES, "label": index % 2} for index in range(12)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (directory / "tiny.yaml").write_text(TASK.format(name="tiny_choice", data=directory / "rows.jsonl"))
+    (directory / "lost.yaml").write_text(TASK.format(name="tiny_lost", data=directory / "none.jsonl"))
+    return directory
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    def call(*arguments: object) -> Result:
+        from shardwright.cli.main import run
+
+        capsys.readouterr()
+        code = run(["evaluate", *map(str, arguments)])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def likeliest(directory: Path, prompt: str) -> int:
+    """Return which choice the model finds likelier, in fp64."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    tokenizer = byte_tokenizer(512)
+    sums = []
+    for choice in CHOICES:
+        before, behind = (tokenizer(part)["input_ids"] for part in (prompt, f" {choice}"))
+        with torch.no_grad():
+            log_p = model(torch.tensor([before + behind])).logits[0].log_softmax(-1)
+        sums.append(sum(float(log_p[len(before) - 1 + at, token]) for at, token in enumerate(behind)))
+    return int(sums[1] > sums[0])
+
+
+def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_path):
+    output = tmp_path / "report"
+    result = shell(
+        halved_llama, "--baseline", tiny_llama, "--seq-len", 64, "--num-samples", 6, "--tasks", "tiny_choice",
+        "--include-path", task_directory, "--limit", 10, "--output-dir", output, "--format", "json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert sorted(path.name for path in output.iterdir()) == sorted(FILE_NAMES)
+    written = json.loads((output / "evaluation.json").read_text())
+    assert written == {key: value for key, value in found.items() if key != "output_dir"}
+    assert found["text"]["predicted_tokens"] == 6 * 63 and found["text"]["source"] == "python-help"
+    for role, directory in (("model", halved_llama), ("baseline", tiny_llama)):
+        (score,) = found[role]["tasks"]
+        right = sum(likeliest(directory, f"number {index} is") == index % 2 for index in range(10))
+        assert score["value"] == pytest.approx(right / 10)
+        assert score["documents"] == 10 and score["metric"] == "acc" and score["higher_is_better"] is True
+        assert score["standard_error"] == pytest.approx(math.sqrt(right / 10 * (1 - right / 10) / 9), rel=0.01)
+    report = (output / "REPORT.md").read_text()
+    assert f"{found['model']['perplexity']['value']:.5g} ±" in report
+    assert "| tiny_choice, acc (10 documents) |" in report and "![" in report
+    png = (output / "evaluation.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 5000
+
+    again = shell(halved_llama, "--seq-len", 64, "--output-dir", output)
+    assert again.code == 2 and "use --force to write the report into it" in again.err
+    forced = shell(halved_llama, "--seq-len", 64, "--num-samples", 2, "--no-speed", "--output-dir", output, "--force")
+    assert forced.code == 0, forced.err
+    assert json.loads((output / "evaluation.json").read_text())["baseline"] is None
+    assert "perplexity" in forced.out and "tokens/s" not in forced.out and "KL(" not in forced.out
+
+
+def test_human_table(shell, tiny_llama, halved_llama):
+    result = shell(halved_llama, "--baseline", tiny_llama, "--seq-len", 32, "--num-samples", 4, "--no-speed")
+    assert result.code == 0, result.err
+    lines = {line.split("  ")[0]: line for line in result.out.splitlines()}
+    assert lines["perplexity"].count("±") == 2 and lines["perplexity"].endswith("%")
+    assert "32.000" in lines["bits for each parameter"]
+    assert "Perplexity" in result.out and "No files written" in result.out
+    assert "reading by the baseline: done" in result.err
+
+
+def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_path):
+    (tmp_path / "file").write_text("x")
+    result = shell(
+        tiny_llama, "--dataset", "python-help", "--text", tmp_path / "file", "--limit", 3, "--few-shot", 2,
+        "--include-path", task_directory, "--output-dir", tmp_path / "file", "--format", "json",
+    )  # fmt: skip
+    assert result.code == 2
+    wrong = [fault["where"] for fault in json.loads(result.out)["error"]["faults"]]
+    assert wrong == ["--dataset", "--limit", "--few-shot", "--include-path", "--output-dir"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("{empty}",), 2, "has no config.json"),
+        (("{model}", "--seq-len", "129"), 2, "has 128 positions; give at most 128"),
+        (("{model}", "--text", "{empty_text}"), 2, "has no text"),
+        (("{model}", "--baseline", "{empty}/none"), 2, "baseline"),
+        (("{model}", "--tasks", " , "), 2, "names no task"),
+        (("{model}", "--revision", "main"), 2, "only a Hub model has revisions"),
+        (("{model}", "--dataset", "python-help", "--stride", "0"), 2, "--stride = 0: must be from 1"),
+        (("{pickled}",), 4, "weights are read from safetensors only"),
+        (("{foreign}",), 4, "foreign"),
+    ],
+)
+def test_exit_codes(shell, tiny_llama, tmp_path, arguments, code, message):
+    places = {"model": tiny_llama}
+    for name in ("empty", "pickled", "foreign"):
+        places[name] = tmp_path / name
+        places[name].mkdir()
+    config = json.loads((tiny_llama / "config.json").read_text())
+    (places["pickled"] / "config.json").write_text(json.dumps(config))
+    (places["pickled"] / "pytorch_model.bin").write_bytes(b"x")
+    foreign = config | {"model_type": "foreign", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
+    (places["foreign"] / "config.json").write_text(json.dumps(foreign))
+    shutil.copy(tiny_llama / "model.safetensors", places["foreign"])
+    places["empty_text"] = tmp_path / "empty.txt"
+    places["empty_text"].write_text("")
+    result = shell(*(argument.format(**places) for argument in arguments))
+    assert result.code == code, result.err
+    assert message in result.err
+    assert result.err.splitlines()[-1].startswith("error: ")
+
+
+def test_tasks_that_cannot_be_run(task_directory, tiny_llama, monkeypatch):
+    class Manager:
+        def __init__(self, include_path: Any = None, include_defaults: bool = True) -> None:
+            self.all_tasks = ["hellaswag", "arc_easy"] if include_defaults else []
+            self.all_subtasks = self.all_tasks
+
+    request = TaskRequest(names=("helaswag", "qqqqqqqq"), limit=0, few_shot=-1)
+    harness._indexed.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("lm_eval.tasks.TaskManager", Manager)
+        limit, few_shot, near, far = task_faults(request)
+    harness._indexed.cache_clear()
+    assert (limit.where, few_shot.where) == ("--limit", "--few-shot")
+    assert near.fix == "did you mean hellaswag?" and "ls tasks" in far.fix
+    (missing,) = task_faults(TaskRequest(names=("x",), include_path=task_directory / "none"))
+    assert "is no directory" in missing.rule
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    lost = TaskRequest(names=("tiny_lost",), include_path=task_directory)
+    assert task_faults(lost) == []
+    with pytest.raises(ShardwrightError, match=r"--tasks tiny_lost: .*none\.jsonl"):
+        run_tasks(model, byte_tokenizer(512), lost, batch_size=2)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(harness, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    (absent,) = task_faults(TaskRequest(names=("hellaswag",)))
+    assert absent.fix == "pip install lm-eval"
+
+
+def test_a_verdict_says_what_noise_allows(tiny_llama, halved_llama, tmp_path):
+    from shardwright.trainers.evaluation.evaluate import evaluate_model
+    from shardwright.trainers.evaluation.text_windows import TextRequest
+
+    options: dict[str, Any] = {"baseline": str(tiny_llama), "seq_len": 64, "measure_speeds": False}
+    one = evaluate_model(str(halved_llama), text=TextRequest(num_samples=1), **options)
+    assert "a single window" in verdict(one)
+    same = evaluate_model(str(tiny_llama), text=TextRequest(num_samples=3), **options)
+    assert "+0.00 %, which is within the noise" in verdict(same)

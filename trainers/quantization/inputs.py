@@ -1,0 +1,225 @@
+"""Everything about a quantization that can be wrong, found before weights are read or anything is written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.errors import DoesNotFitError, Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.quantization.layers import (
+    DEFAULT_IGNORE,
+    LinearLayer,
+    scheme_faults,
+    scheme_remarks,
+    selected_layers,
+)
+from ...ds_configs.quantization.memory import QuantizationMemory, estimate_quantization_memory
+from ...ds_configs.quantization.methods import needs_calibration
+from ...ds_configs.quantization.recipe import QuantizeSettings, ResolvedQuantization, resolve_quantization
+from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.units import gigabytes
+from ...plugins.llm_compressor.loading import QuantizationSource, open_source
+from ..datasets.samples import Samples, load_samples
+from ..model_directory import output_faults
+from .journal_place import journal_directory, journal_faults
+
+Notify = Callable[[str], None]
+_HELD_OUT = 0.1
+"""Share of the calibration rows that is kept for the evaluation."""
+_SHORTEST_USEFUL = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A quantization that can start; nothing was written for it."""
+
+    source: QuantizationSource
+    """The model's files."""
+    resolved: ResolvedQuantization
+    """Scheme and method, as asked for or chosen."""
+    scheme: QuantizationScheme
+    """The scheme with what this model needs left out."""
+    layers: tuple[LinearLayer, ...]
+    """Layers that will be quantized."""
+    tokenizer: Any
+    """Splits the calibration text."""
+    samples: Samples | None
+    """Calibration and held-out samples; `None` where the method needs no text and none was named."""
+    seq_len: int
+    """Tokens of a sample."""
+    memory: QuantizationMemory
+    """What it will need at most."""
+    checkpoint_bytes: int
+    """Size of the weights that will be written."""
+
+    @property
+    def settings(self) -> QuantizeSettings:
+        """What the user asked for."""
+        return self.resolved.settings
+
+    @property
+    def calibration(self) -> Sequence[dict[str, list[int]]]:
+        """Samples that scales and codes are found on."""
+        if self.samples is None or not needs_calibration(self.resolved.method, self.scheme):
+            return ()
+        return self.samples.train[: self.settings.num_samples]
+
+
+def prepare(
+    model: str,
+    settings: QuantizeSettings,
+    output_dir: Path | None,
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    force: bool = False,
+    resume: bool = False,
+    notify: Notify = lambda _: None,
+) -> Prepared:
+    """Read what can be wrong, report all faults together, and say what it will take.
+
+    Raises:
+        UsageError: flags, shapes or text that do not go together, all together.
+        RefusedInputError: files of the model are corrupt, unsafe or quantized already.
+        DoesNotFitError: memory or disk is too small.
+        ShardwrightError: the Hub cannot be reached.
+    """
+    faults: list[Fault] = []
+    if output_dir is not None:
+        faults += output_faults(output_dir, model, force=force, what="the model")
+        faults += journal_faults(output_dir, resume=resume, force=force)
+    resolved = source = None
+    with _collecting(faults):
+        resolved = resolve_quantization(settings)
+    with _collecting(faults):
+        source = open_source(model, revision=revision)
+    if source is None or resolved is None:
+        raise UsageError(faults)
+    scheme = _scheme_for(resolved, source)
+    faults += source.method_faults(resolved.method, scheme) + scheme_faults(scheme, source.layers)
+    samples, tokenizer, seq_len = None, None, settings.seq_len
+    with _collecting(faults):
+        tokenizer = source.tokenizer()
+        samples, seq_len = _samples(settings, source, tokenizer, notify)
+    if faults:
+        raise UsageError(faults)
+    for remark in scheme_remarks(scheme, source.layers):
+        notify(remark)
+    prepared = Prepared(
+        source=source,
+        resolved=resolved,
+        scheme=scheme,
+        layers=selected_layers(scheme, source.layers),
+        tokenizer=tokenizer,
+        samples=samples,
+        seq_len=seq_len,
+        memory=_memory(source, scheme, resolved, seq_len, device),
+        checkpoint_bytes=source.quantized_bytes(scheme),
+    )
+    _check_capacity(prepared, output_dir)
+    return prepared
+
+
+@contextmanager
+def _collecting(faults: list[Fault]) -> Iterator[None]:
+    """Keep the faults of a step, so that later steps report theirs too; another error comes after known faults."""
+    try:
+        yield
+    except UsageError as error:
+        faults += error.faults
+    except RefusedInputError:
+        raise
+    except ShardwrightError:
+        if faults:
+            raise UsageError(faults) from None
+        raise
+
+
+def _scheme_for(resolved: ResolvedQuantization, source: QuantizationSource) -> QuantizationScheme:
+    """Leave out what a model cannot lose, unless the user listed what to leave out."""
+    if resolved.settings.ignore is not None:
+        return resolved.scheme
+    own = tuple(name for name in source.default_ignore if name not in DEFAULT_IGNORE)
+    return replace(resolved.scheme, ignore=(*DEFAULT_IGNORE, *own))
+
+
+def _samples(
+    settings: QuantizeSettings, source: QuantizationSource, tokenizer: Any, notify: Notify
+) -> tuple[Samples | None, int]:
+    seq_len = min(settings.seq_len, source.longest or settings.seq_len)
+    if seq_len < settings.seq_len:
+        notify(f"seq_len is {seq_len}, for which the model has positions; {settings.seq_len} was asked for")
+    if settings.dataset is None:
+        return None, seq_len
+    samples = load_samples(
+        settings.dataset,
+        tokenizer,
+        seq_len=seq_len,
+        seed=settings.seed,
+        evaluation_fraction=_HELD_OUT,
+    )
+    found = len(samples.train)
+    if found < settings.num_samples:
+        notify(f"{settings.dataset} has {found} calibration samples of {seq_len} tokens; {settings.num_samples} asked")
+    if min(found, settings.num_samples) * seq_len < _SHORTEST_USEFUL * 16:
+        notify("the calibration text is very short: ranges and second moments will be noisy")
+    return samples, seq_len
+
+
+def _memory(
+    source: QuantizationSource,
+    scheme: QuantizationScheme,
+    resolved: ResolvedQuantization,
+    seq_len: int,
+    device: str | None,
+) -> QuantizationMemory:
+    settings = resolved.settings
+    return estimate_quantization_memory(
+        layers=source.layers,
+        scheme=scheme,
+        method=resolved.method,
+        num_samples=settings.num_samples,
+        seq_len=seq_len,
+        batch_size=settings.batch_size,
+        device=device or source.default_device,
+        **source.memory_facts,
+    )
+
+
+def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
+    import psutil
+    import torch
+
+    memory, lines = prepared.memory, []
+    host = psutil.virtual_memory().available
+    if memory.peak_host_bytes > host:
+        lines.append(
+            f"host memory: needs {gigabytes(memory.peak_host_bytes)} GB, {gigabytes(host)} GB are free; "
+            "use fewer samples (--num-samples), shorter ones (--seq-len), or a machine with more memory"
+        )
+    if memory.peak_device_bytes and torch.cuda.is_available():
+        free = torch.cuda.mem_get_info()[0]
+        if memory.peak_device_bytes > free:
+            lines.append(
+                f"device memory: needs {gigabytes(memory.peak_device_bytes)} GB, {gigabytes(free)} GB are free; "
+                "lower --batch-size or --seq-len"
+            )
+    if output_dir is not None:
+        place = next(parent for parent in (output_dir.absolute(), *output_dir.absolute().parents) if parent.is_dir())
+        free = shutil.disk_usage(place).free
+        if prepared.checkpoint_bytes > free:
+            lines.append(
+                f"disk: the checkpoint takes {gigabytes(prepared.checkpoint_bytes)} GB, {gigabytes(free)} GB are free "
+                f"in {place}; free some, or name another --output-dir"
+            )
+    if lines:
+        raise DoesNotFitError("\n".join(lines))
+
+
+def journal_of(output_dir: Path) -> Path:
+    """Return where the finished layers of an interrupted run lie."""
+    return journal_directory(output_dir)
