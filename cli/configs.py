@@ -1,4 +1,4 @@
-"""`shardwright configs ls|cp`: the gallery of ready-made configurations."""
+"""`shardwright configs ls|cp`: the gallery of ready-made configurations and of quantization recipes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -17,20 +17,25 @@ from ..ds_configs.plan import Plan
 from ..ds_configs.reasons import display_name
 from ..ds_configs.units import gigabytes
 
+if TYPE_CHECKING:
+    from ..ds_configs.quantization.recipe import Recipe
+
 app = App(name="configs", help="List the ready-made configurations, or copy one.")
 
 
 @app.command(name="ls")
 def list_command(subject: str = "", /, *, format: Literal["human", "json"] = "human") -> int:
-    """List the gallery; a word narrows it, such as llama or lora.
+    """List the gallery; a word narrows it, such as llama or lora. `quantize` lists the recipes of that command.
 
     Parameters
     ----------
     subject
-        Text that a name must hold.
+        Text that a name must hold, or quantize.
     format
         human or json; json prints one object on stdout.
     """
+    if subject.lower() in ("quantize", "quantization"):
+        return _list_recipes(format)
     plans = {name: load_entry(name) for name in entry_names() if subject.lower() in name.lower()}
     rows = [
         {
@@ -61,7 +66,7 @@ def list_command(subject: str = "", /, *, format: Literal["human", "json"] = "hu
 
 @app.command(name="cp")
 def copy_command(name: str, output_dir: Path, *, force: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Copy one configuration of the gallery into a directory, with the paths of that directory in it.
+    """Copy one configuration of the gallery into a directory, with the paths of that directory in it; or a recipe.
 
     Parameters
     ----------
@@ -72,10 +77,47 @@ def copy_command(name: str, output_dir: Path, *, force: Annotated[bool, Paramete
     force
         Replace the files of an earlier copy.
     """
+    from ..ds_configs.quantization.recipe import read_recipe, recipe_names
+
+    if name in recipe_names():
+        _copy_recipe(read_recipe(name), output_dir, force=force)
+        return 0
     plan = load_entry(name)
     for path in plan.write(output_dir, force=force):
         print(path)
     return 0
+
+
+def _list_recipes(format: Literal["human", "json"]) -> int:
+    from ..ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names, resolve_quantization
+
+    recipes = [read_recipe(name) for name in recipe_names()]
+    resolved = [resolve_quantization(quantize_settings({}, recipe=recipe)) for recipe in recipes]
+    if format == "json":
+        rows = [
+            {"name": recipe.name, "scheme": run.scheme.name, "method": run.method, "purpose": recipe.purpose}
+            for recipe, run in zip(recipes, resolved, strict=True)
+        ]
+        print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
+        return 0
+    from rich.table import Table
+
+    from .show import console
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "scheme", "method", "purpose"):
+        table.add_column(column)
+    for recipe, run in zip(recipes, resolved, strict=True):
+        table.add_row(recipe.name, run.scheme.name, run.method, recipe.purpose)
+    console().print(table)
+    return 0
+
+
+def _copy_recipe(recipe: Recipe, output_dir: Path, *, force: bool) -> None:
+    from ..ds_configs.render.write import write_files
+
+    for path in write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=force):
+        print(path)
 
 
 def entry_names() -> list[str]:
@@ -91,7 +133,9 @@ def load_entry(name: str) -> Plan:
     """
     names = entry_names()
     if name not in names:
-        near = get_close_matches(name, names, n=3, cutoff=0.3)
+        from ..ds_configs.quantization.recipe import recipe_names
+
+        near = get_close_matches(name, [*names, *recipe_names()], n=3, cutoff=0.3)
         raise UsageError(
             Fault(where="name", value=name, rule="is not in the gallery", fix=f"nearest: {', '.join(near) or 'none'}")
         )

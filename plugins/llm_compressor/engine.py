@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.quantization.config_json import config_group
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ..quantized_model import ReportProgress
 from .fixes import all_fixes
-from .range_observers import forget_range_observers, observer_name
+from .journal import Journal, run_identity
+from .progress import Steps, count_parts
+from .quiet import named_by_directory, quiet_upstream, without_hub_name
+from .range_observers import forget_range_observers
+from .recipe_objects import EngineMethod, Pass, build_modifiers
 
-EngineMethod = Literal["rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq"]
 _LEFTOVERS = ("recipe.yaml",)
 """Files that `save_pretrained` adds under llm-compressor, with this machine's paths in them."""
 
@@ -32,7 +28,7 @@ class EngineRequest:
     model: Any
     """Transformers model with its full weights; changed in place, also by a run that fails."""
     tokenizer: Any
-    """Asked for by `oneshot`, and not used on samples that are tokens already."""
+    """Asked for by `oneshot`, and not used on samples that are tokens already; may be `None`."""
     scheme: QuantizationScheme
     """What to quantize, and how; stored as compressed-tensors."""
     method: EngineMethod
@@ -42,9 +38,9 @@ class EngineRequest:
     batch_size: int = 1
     """Samples of one forward pass; samples of one batch are of equal length."""
     method_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the method's modifier."""
+    """Fields of the method's modifiers."""
     journal: Path | None = None
-    """Directory in which finished layers are kept for an interrupted run."""
+    """Directory in which finished layers are kept for an interrupted run; `None` keeps none."""
     run_key: str = ""
     """Names model, text and settings of the run, so that a journal of another run is told apart."""
     seed: int = 0
@@ -62,8 +58,14 @@ class CompressedModel:
 
     def save(self, directory: Path) -> None:
         """Compress the model in memory and write config and weights; can be called once."""
-        with _quiet_upstream(), all_fixes():
-            self.model.save_pretrained(str(directory), save_compressed=True)
+        from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
+
+        with quiet_upstream(), all_fixes(), without_hub_name(self.model):
+            modify_save_pretrained(self.model)
+            try:
+                self.model.save_pretrained(str(directory), save_compressed=True)
+            finally:
+                vars(self.model).pop("save_pretrained", None)
         for name in _LEFTOVERS:
             (directory / name).unlink(missing_ok=True)
 
@@ -71,88 +73,83 @@ class CompressedModel:
 def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress) -> CompressedModel:
     """Quantize a model in memory, one decoder layer after another.
 
+    With a journal, layers that an interrupted run finished are copied from it, and data are only passed through them.
+
     Raises:
-        UsageError: options that the method does not have, or samples are missing.
+        UsageError: options that the method does not have, samples are missing, or the journal is another run's.
     """
     import torch
     from llmcompressor import oneshot
     from llmcompressor.core import reset_session
 
-    modifiers = _modifiers(request)
-    torch.manual_seed(request.seed)
-    if request.journal is not None:
-        from .journal import JournalModifier
-
-        modifiers.append(JournalModifier(directory=request.journal, key=request.run_key, report=report))
-    else:
-        from .progress import ProgressModifier
-
-        modifiers.append(ProgressModifier(report=report))
-    with _quiet_upstream(), all_fixes():
+    modifiers = build_modifiers(request.scheme, request.method, request.method_options)
+    needs_samples = any(modifier.requires_calibration_data for modifier in modifiers)
+    if needs_samples and not request.calibration:
+        rule = f"{request.method} with {request.scheme.name} needs text to calibrate on"
+        raise UsageError(Fault(where="dataset", rule=rule, fix="name one with --dataset, such as python-help"))
+    steps = Steps(tuple(count_parts(request.model) if m.requires_calibration_data else 1 for m in modifiers), report)
+    remaining = _follow(modifiers, request, steps)
+    with quiet_upstream(), all_fixes(), named_by_directory(request.model), torch.random.fork_rng():
+        torch.manual_seed(request.seed)
         reset_session()
         try:
             oneshot(
                 model=request.model,
-                processor=request.tokenizer,
-                recipe=modifiers,
-                dataset=_batches(request) if request.calibration else None,
+                processor=request.tokenizer or _NoTokenizer(),
+                recipe=remaining,
+                dataset=_batches(request) if needs_samples else None,
             )
             forget_range_observers(request.model)
         finally:
+            for modifier in remaining:
+                modifier.remove_hooks()
             reset_session()
+            vars(request.model).pop("save_pretrained", None)
     request.model.eval()
+    steps.done()
     return CompressedModel(model=request.model, quantized_layers=_quantized_names(request.model))
 
 
 def needs_calibration(scheme: QuantizationScheme, method: EngineMethod) -> bool:
-    """Return whether samples are needed."""
+    """Return whether samples are needed, where no option asks for an observer that needs them."""
     return method != "rtn" or scheme.activations_are_static
 
 
-def _modifiers(request: EngineRequest) -> list[Any]:
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+class _NoTokenizer:
+    """Stands where `oneshot` 0.14.0.1 demands a processor for any data, or loads one by the model's name."""
 
-    if needs_calibration(request.scheme, request.method) and not request.calibration:
-        rule = f"{request.method} with {request.scheme.name} needs text to calibrate on"
-        raise UsageError(Fault(where="dataset", rule=rule, fix="name one with --dataset, such as python-help"))
-    kinds = {
-        "rtn": (QuantizationModifier,),
-        "gptq": (GPTQModifier,),
-        "awq": (AWQModifier, QuantizationModifier),
-        "smoothquant": (SmoothQuantModifier, QuantizationModifier),
-        "smoothquant-gptq": (SmoothQuantModifier, GPTQModifier),
-    }[request.method]
-    common = {"config_groups": {"group_0": _scheme_arguments(request.scheme)}, "ignore": list(request.scheme.ignore)}
-    shared = {"config_groups", "targets", "ignore", "scheme", "kv_cache_scheme", "index", "group", "start", "end"}
-    known = {name: kind for kind in kinds for name in kind.model_fields if name not in shared and name[-1] != "_"}
-    unknown = [name for name in request.method_options if name not in known]
-    if unknown:
-        raise UsageError([_unknown_option(name, request.method, known) for name in unknown])
-    return [
-        kind(
-            **(common if issubclass(kind, QuantizationModifier | GPTQModifier) else {}),
-            **{name: value for name, value in request.method_options.items() if known[name] is kind},
+
+def _follow(modifiers: Sequence[Any], request: EngineRequest, steps: Steps) -> list[Any]:
+    """Attach progress and journal to the modifiers, and return those whose pass is not finished."""
+    journal = None
+    if request.journal is not None:
+        identity = run_identity(
+            run_key=request.run_key,
+            scheme=request.scheme,
+            method=request.method,
+            method_options=request.method_options,
+            calibration=request.calibration,
+            batch_size=request.batch_size,
+            seed=request.seed,
         )
-        for kind in kinds
-    ]
-
-
-def _unknown_option(name: str, method: str, known: Mapping[str, Any]) -> Fault:
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
-    return Fault(where="method_options", value=name, rule=f"is no option of {method}", fix=fix)
-
-
-def _scheme_arguments(scheme: QuantizationScheme) -> dict[str, Any]:
-    """Return what the modifiers build their scheme from, with the observer that finds static ranges."""
-    group = config_group(scheme)
-    if scheme.activations is not None and group["input_activations"]["dynamic"] is False:
-        name, options = observer_name(scheme.activations)
-        group["input_activations"] |= {"observer": name, "observer_kwargs": options}
-    return group
+        journal = Journal(request.journal, identity)
+    current = max((entry.phase for entry in journal.entries), default=0) if journal is not None else 0
+    parts = count_parts(request.model)
+    if journal is not None and len(journal.of_phase(current)) >= parts and current + 1 < len(modifiers):
+        current += 1
+    remaining = list(modifiers[current:])
+    for phase, modifier in enumerate(remaining, start=current):
+        entries = () if journal is None else journal.entries
+        modifier.follow(
+            Pass(
+                phase=phase,
+                steps=steps,
+                journal=journal,
+                finished=tuple(entry for entry in entries if entry.phase == phase),
+                before=tuple(entry for entry in entries if entry.phase < phase) if phase == current else (),
+            )
+        )
+    return remaining
 
 
 def _batches(request: EngineRequest) -> Any:
@@ -178,45 +175,3 @@ def _quantized_names(model: Any) -> tuple[str, ...]:
         if getattr(getattr(module, "quantization_scheme", None), "weights", None) is not None
         and getattr(module, "weight", None) is not None
     )
-
-
-@contextmanager
-def _quiet_upstream() -> Iterator[None]:
-    """Keep llm-compressor's bars, log lines and log files out of a command's output."""
-    import llmcompressor.modifiers.transform.awq.base as awq
-    import llmcompressor.pipelines.cache as cache
-    import llmcompressor.pipelines.sequential.pipeline as sequential
-    from loguru import logger
-    from tqdm import tqdm
-
-    saved = {name: os.environ.get(name) for name in ("TOKENIZERS_PARALLELISM", "LLM_COMPRESSOR_LOG_FILE")}
-    os.environ["TOKENIZERS_PARALLELISM"] = saved["TOKENIZERS_PARALLELISM"] or "false"
-    os.environ.pop("LLM_COMPRESSOR_LOG_FILE", None)
-    names = ("llmcompressor", "compressed_tensors")
-    bars = [(module, module.tqdm) for module in (awq, cache, sequential) if hasattr(module, "tqdm")]
-
-    def without_bar(*arguments: Any, **named: Any) -> Any:
-        return tqdm(*arguments, **(named | {"disable": True}))
-
-    handler = logger.add(_forward_warning, level="WARNING", format="{message}")
-    for name in names:
-        logger.disable(name)
-    for module, _ in bars:
-        module.tqdm = without_bar
-    try:
-        yield
-    finally:
-        logger.remove(handler)
-        for name in names:
-            logger.enable(name)
-        for module, original in bars:
-            module.tqdm = original
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _forward_warning(message: Any) -> None:
-    logging.getLogger(__name__).warning(str(message).rstrip())

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.dimensions import Dimensions
 from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
 from ..hub import ModelSource, read_model_source
-from ..meta_model import build_meta_model
+from ..meta_model import build_meta_model, model_spec_from_meta
 from .experts import expert_layers, router_patterns
 from .fixes import all_fixes
 
@@ -39,6 +40,8 @@ class QuantizationSource:
     """Shape and type of every stored tensor."""
     dtype: str
     """Type that the weights are loaded in."""
+    dimensions: Dimensions
+    """Sizes of the decoder."""
     longest: int | None
     """Tokens that it has positions for."""
     default_ignore: tuple[str, ...]
@@ -77,6 +80,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         layers=layers,
         tensors=tensors,
         dtype=_dtype(source.config, tensors),
+        dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
         default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_patterns(meta)),
     )

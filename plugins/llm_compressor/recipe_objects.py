@@ -7,9 +7,11 @@ would get a pass of its own as well; therefore a subclass of each modifier hears
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any, Literal
 
 from ...ds_configs.errors import Fault, UsageError
@@ -69,9 +71,9 @@ def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: M
     return modifiers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Following:
-    """What a modifier's pass is told to and taken from."""
+@dataclass(kw_only=True)
+class Pass:
+    """One modifier's pass over the model: what it is told to, and what it need not do again."""
 
     phase: int
     """Which pass it is, from 0."""
@@ -79,61 +81,67 @@ class Following:
     """Numbers and reports what happens."""
     journal: Journal | None
     """Where finished parts are kept; `None` keeps nothing."""
-    finished: tuple[JournalEntry, ...]
+    finished: tuple[JournalEntry, ...] = ()
     """Parts of this pass that the journal has."""
-    before: tuple[JournalEntry, ...]
+    before: tuple[JournalEntry, ...] = ()
     """Parts of earlier passes, which this run does not make again."""
+    part: int = 0
+    """Which part comes next."""
+    names: dict[Any, str] = field(default_factory=dict)
+    """Names of all modules, while the pass lasts."""
+
+    def restored(self, entries: Sequence[JournalEntry], model: Any) -> set[str]:
+        """Copy parts from the journal and return the names of the modules that they hold."""
+        names: set[str] = set()
+        for entry in entries:
+            assert self.journal is not None
+            names.update(self.journal.restore(entry, model))
+        return names
 
 
 class _FollowedModifier:
     """Hears the events of one pass; stands before a modifier class in a subclass of both."""
 
-    following: Following
-    part: int
-    names: dict[Any, str]
-
-    def follow(self, following: Following) -> None:
+    def follow(self, own: Pass) -> None:
         """Attach what hears of the pass."""
-        # Around pydantic, which knows the modifier's own fields alone.
-        object.__setattr__(self, "following", following)
-        object.__setattr__(self, "part", 0)
+        self._own_pass = own
 
     def on_initialize(self, state: Any, **kwargs: Any) -> bool:
         """Take over earlier passes before anything looks at the weights."""
-        following = self.following
-        for entry in following.before:
-            assert following.journal is not None
-            following.journal.restore(entry, state.model)
-            following.steps.tell(entry.phase, entry.part, "restored")
+        own = self._own_pass
+        own.restored(own.before, state.model)
+        for entry in own.before:
+            own.steps.tell(entry.phase, entry.part, "restored")
         return bool(super().on_initialize(state, **kwargs))  # type: ignore[misc]
 
     def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
         """Take over finished parts, and let nothing listen to them."""
         super().on_calibration_start(state, event, **kwargs)  # type: ignore[misc]
-        following = self.following
-        object.__setattr__(self, "names", {module: name for name, module in state.model.named_modules()})
-        restored: set[str] = set()
-        for entry in following.finished:
-            assert following.journal is not None
-            restored.update(following.journal.restore(entry, state.model))
-        _stop_listening(self, state.model, restored)
-        if not following.finished:
-            following.steps.tell(following.phase, 0, "calibrating")
+        own = self._own_pass
+        own.names = {module: name for name, module in state.model.named_modules()}
+        _stop_listening(self, state.model, own.restored(own.finished, state.model))
+        if not own.finished:
+            own.steps.tell(own.phase, 0, "calibrating")
 
     def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: Any) -> None:
         """Let the modifier do its work on a part and keep the result."""
-        following, part = self.following, self.part
-        object.__setattr__(self, "part", part + 1)
-        if part < len(following.finished):
-            following.steps.tell(following.phase, part, "restored")
+        own = self._own_pass
+        part, own.part = own.part, own.part + 1
+        if part < len(own.finished):
+            own.steps.tell(own.phase, part, "restored")
             return
-        named = tuple(self.names[module] for module in modules if hasattr(module, "quantization_scheme"))
-        following.steps.tell(following.phase, part, "quantizing", named)
+        named = tuple(own.names[module] for module in modules if hasattr(module, "quantization_scheme"))
+        own.steps.tell(own.phase, part, "quantizing", named)
         super().on_sequential_epoch_end(state, event, modules=modules, **kwargs)  # type: ignore[misc]
-        if following.journal is not None and self.requires_calibration_data:  # type: ignore[attr-defined]
-            tensors = changed_tensors(self, {self.names[module]: module for module in modules}, state.model)
-            following.journal.record(phase=following.phase, part=part, tensors=tensors)
-        following.steps.tell(following.phase, part, "propagating", named)
+        if own.journal is not None and self.requires_calibration_data:  # type: ignore[attr-defined]
+            tensors = changed_tensors(self, {own.names[module]: module for module in modules}, state.model)
+            own.journal.record(phase=own.phase, part=part, tensors=tensors)
+        own.steps.tell(own.phase, part, "propagating", named)
+
+    def on_calibration_end(self, state: Any, event: Any, **kwargs: Any) -> None:
+        """Let go of the modules."""
+        super().on_calibration_end(state, event, **kwargs)  # type: ignore[misc]
+        self._own_pass.names = {}
 
 
 def changed_tensors(modifier: Any, modules: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -167,21 +175,26 @@ def _stop_listening(modifier: Any, model: Any, restored: set[str]) -> None:
     """Remove the hooks that calibrate parts which are finished."""
     if not restored:
         return
+    quantized: Counter[str] = Counter()
+    finished: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if hasattr(module, "quantization_scheme"):
+            around = ["", *accumulate(name.split("."), "{}.{}".format)]
+            quantized.update(around)
+            finished.update(around if name in restored else ())
     dictionaries = set()
     for name, module in model.named_modules():
-        inside = [
-            inner
-            for inner, child in model.named_modules()
-            if (inner == name or inner.startswith(f"{name}.")) and hasattr(child, "quantization_scheme")
-        ]
-        if inside and restored.issuperset(inside):
+        if name in restored or 0 < quantized[name] == finished[name]:
             dictionaries |= {id(module._forward_hooks), id(module._forward_pre_hooks)}
     handles = {handle for handle in modifier._hooks if id(handle.hooks_dict_ref()) in dictionaries}
     modifier.remove_hooks(handles)
 
 
 def _followed(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (_FollowedModifier, kind), {"__module__": kind.__module__})
+    from pydantic import PrivateAttr
+
+    namespace = {"__module__": kind.__module__, "_own_pass": PrivateAttr(default=None)}
+    return type(kind.__name__, (_FollowedModifier, kind), namespace)
 
 
 def _is_option(name: str) -> bool:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.units import gigabytes
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks
 from .estimates import exponential, token_mean
 from .inputs import Notify, checked_subjects, chosen_seq_len, default_device, shared_tokenizer
@@ -22,6 +23,7 @@ from .text_windows import TextRequest, TextWindows, text_windows
 from .token_measures import AnswerSource, Batches, ModelReader, StoredAnswers, TokenMeasures, measure_tokens
 
 DEFAULT_WINDOWS = 64
+_REMARKABLE_BYTES = 10**9
 _PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
 
 OnProgress = Callable[[str, int, int], None]
@@ -126,6 +128,9 @@ def _read_baseline(subject: Subject, run: _Run, tokenizer: Any, notify: Notify) 
     if reader.head is None:
         notify(f"{subject.name}: its output head cannot run on its own, so both models stay in memory")
         return reader, found
+    kept = sum(states.numel() * states.element_size() for states in rows)
+    if kept >= _REMARKABLE_BYTES:
+        notify(f"{subject.name}: {gigabytes(kept)} GB of hidden states wait on the host; --num-samples lowers that")
     return StoredAnswers(name=subject.name, rows=rows, head=reader.head, device=model.device), found
 
 

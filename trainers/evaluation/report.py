@@ -195,7 +195,7 @@ def _how(evaluation: Evaluation) -> list[str]:
     lines = [
         "± is one standard error over windows, and that of a difference is over the same windows of both models; more "
         "than two of them count as beyond noise. The first token of a window is not judged. Bits count scales, zero "
-        "points and tables. ",
+        "points and tables.",
         "",
         *table(("model", "class", "quantization", "computes in", "commit"), facts),
         "",

@@ -6,7 +6,7 @@ Shapes: B windows, S tokens of each, N judged tokens, H hidden width, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.errors import Fault, RefusedInputError, UsageError
@@ -180,21 +180,6 @@ class TokenMeasures:
         return tuple(float(part.double().sum()) for part in values_N.split(self.counts))
 
 
-@dataclass(kw_only=True)
-class _Collected:
-    parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    vocabulary: int | None = None
-
-    def add(self, values: dict[str, torch.Tensor]) -> None:
-        for name, values_n in values.items():
-            self.parts.setdefault(name, []).append(values_n.float().cpu())
-
-    def joined(self, name: str) -> torch.Tensor | None:
-        import torch
-
-        return torch.cat(self.parts[name]) if name in self.parts else None
-
-
 def measure_tokens(
     model: AnswerSource, baseline: AnswerSource | None, batches: Batches, *, on_batch: OnBatch
 ) -> TokenMeasures:
@@ -205,29 +190,34 @@ def measure_tokens(
     """
     import torch
 
-    collected, counts = _Collected(), []
+    collected: dict[str, list[torch.Tensor]] = {}
+    counts: list[int] = []
+    vocabulary = None
     for index in range(len(batches)):
         batch = batches[index]
         counts += [int(count) for count in (batch["labels"][:, 1:] != IGNORED_LABEL).sum(dim=1)]
         own = model.answers(index)
         other = None if baseline is None else baseline.answers(index)
+        parts: dict[str, list[torch.Tensor]] = {}
         with torch.inference_mode():
             for labels_n, own_nV, other_nV in _chunks(judged_labels(batch), own, other):
-                values, collected.vocabulary = _measure(labels_n, own_nV, other_nV)
-                collected.add(values)
-        _check_finite(model.name, collected.parts["loss"], batch, sum(counts), index * batches.size)
-        if baseline is not None:
-            _check_finite(baseline.name, collected.parts["baseline_loss"], batch, sum(counts), index * batches.size)
+                values, vocabulary = _measure(labels_n, own_nV, other_nV)
+                for name, values_n in values.items():
+                    parts.setdefault(name, []).append(values_n.float().cpu())
+        for name, chunks in parts.items():
+            collected.setdefault(name, []).append(torch.cat(chunks))
+        for key, source in (("loss", model), ("baseline_loss", baseline)):
+            if source is not None and key in parts:
+                _check_finite(source.name, collected[key][-1], batch, first_window=index * batches.size)
         on_batch(index + 1, len(batches))
-    loss_N = collected.joined("loss")
-    assert loss_N is not None, "there is at least one window"
+    joined = {name: torch.cat(parts_N) for name, parts_N in collected.items()}
     return TokenMeasures(
-        loss_N=loss_N,
+        loss_N=joined["loss"],
         counts=tuple(count for count in counts if count),
-        baseline_loss_N=collected.joined("baseline_loss"),
-        kl_N=collected.joined("kl"),
-        agreement_N=collected.joined("agreement"),
-        compared_vocabulary=collected.vocabulary,
+        baseline_loss_N=joined.get("baseline_loss"),
+        kl_N=joined.get("kl"),
+        agreement_N=joined.get("agreement"),
+        compared_vocabulary=vocabulary,
     )
 
 
@@ -262,20 +252,14 @@ def _measure(
     return values | {"kl": rows["forward_kl"], "agreement": rows["agreement"]}, shared
 
 
-def _check_finite(
-    name: str, parts: Sequence[torch.Tensor], batch: dict[str, torch.Tensor], done: int, first_window: int
-) -> None:
-    import torch
-
-    labels_BS = batch["labels"][:, 1:]
-    count = int((labels_BS != IGNORED_LABEL).sum())
-    values_N = torch.cat(list(parts))[done - count : done]
-    bad = (~values_N.isfinite()).nonzero()
+def _check_finite(name: str, losses_N: torch.Tensor, batch: dict[str, torch.Tensor], *, first_window: int) -> None:
+    bad = (~losses_N.isfinite()).nonzero()
     if len(bad) == 0:
         return
-    row, position = (labels_BS != IGNORED_LABEL).nonzero()[int(bad[0])].tolist()
+    judged = (batch["labels"][:, 1:] != IGNORED_LABEL).nonzero()
+    row, position = judged[int(bad[0])].tolist()
     rule = (
         f"gives no number for the token at position {position + 2} of window {first_window + row + 1} "
-        f"({len(bad):,} of {count:,} tokens of its batch)"
+        f"({len(bad):,} of {len(losses_N):,} tokens of its batch)"
     )
     raise RefusedInputError(Fault(where=name, rule=rule, fix="look for NaN in its weights, or try --dtype float32"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +19,17 @@ from ...ds_configs.quantization.layers import (
     selected_layers,
 )
 from ...ds_configs.quantization.memory import QuantizationMemory, estimate_quantization_memory
-from ...ds_configs.quantization.methods import needs_calibration
+from ...ds_configs.quantization.methods import METHODS, MethodName, needs_calibration
 from ...ds_configs.quantization.recipe import QuantizeSettings, ResolvedQuantization, resolve_quantization
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.quantization.sizes import checkpoint_bytes, tensor_bytes
 from ...ds_configs.units import gigabytes
+from ...plugins.llm_compressor.experts import expert_faults
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ..datasets.samples import Samples, load_samples
 from ..model_directory import output_faults
-from .journal_place import journal_directory, journal_faults
+from ..text import load_tokenizer
+from .journal_place import journal_faults
 
 Notify = Callable[[str], None]
 _HELD_OUT = 0.1
@@ -100,10 +104,10 @@ def prepare(
     if source is None or resolved is None:
         raise UsageError(faults)
     scheme = _scheme_for(resolved, source)
-    faults += source.method_faults(resolved.method, scheme) + scheme_faults(scheme, source.layers)
+    faults += scheme_faults(scheme, source.layers) + expert_faults(scheme, resolved.method, source.layers)
     samples, tokenizer, seq_len = None, None, settings.seq_len
     with _collecting(faults):
-        tokenizer = source.tokenizer()
+        tokenizer = _tokenizer(source)
         samples, seq_len = _samples(settings, source, tokenizer, notify)
     if faults:
         raise UsageError(faults)
@@ -118,7 +122,7 @@ def prepare(
         samples=samples,
         seq_len=seq_len,
         memory=_memory(source, scheme, resolved, seq_len, device),
-        checkpoint_bytes=source.quantized_bytes(scheme),
+        checkpoint_bytes=_checkpoint_bytes(source, scheme, resolved.method),
     )
     _check_capacity(prepared, output_dir)
     return prepared
@@ -170,6 +174,11 @@ def _samples(
     return samples, seq_len
 
 
+def _tokenizer(source: QuantizationSource) -> Any:
+    flags = argparse.Namespace(model=str(source.directory), tokenizer=None, revision=None)
+    return load_tokenizer(flags, source.dimensions.vocab_size)
+
+
 def _memory(
     source: QuantizationSource,
     scheme: QuantizationScheme,
@@ -177,17 +186,29 @@ def _memory(
     seq_len: int,
     device: str | None,
 ) -> QuantizationMemory:
+    import torch
+
     settings = resolved.settings
+    on_cpu = device == "cpu" if device is not None else not torch.cuda.is_available()
     return estimate_quantization_memory(
         layers=source.layers,
         scheme=scheme,
         method=resolved.method,
+        dimensions=source.dimensions,
+        weight_bytes=tensor_bytes(source.tensors.values()),
         num_samples=settings.num_samples,
         seq_len=seq_len,
         batch_size=settings.batch_size,
-        device=device or source.default_device,
-        **source.memory_facts,
+        device="cpu" if on_cpu else "cuda",
+        dtype=source.dtype,
     )
+
+
+def _checkpoint_bytes(source: QuantizationSource, scheme: QuantizationScheme, method: MethodName) -> int:
+    """Return the bytes that are written at most: methods with a format of their own write dense weights beside it."""
+    if METHODS[method].engine == "shardwright":
+        return 2 * tensor_bytes(source.tensors.values())
+    return checkpoint_bytes(scheme, source.layers, source.tensors, dtype=source.dtype)
 
 
 def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
@@ -219,7 +240,3 @@ def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
     if lines:
         raise DoesNotFitError("\n".join(lines))
 
-
-def journal_of(output_dir: Path) -> Path:
-    """Return where the finished layers of an interrupted run lie."""
-    return journal_directory(output_dir)

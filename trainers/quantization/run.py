@@ -1,0 +1,194 @@
+"""Quantizes a prepared model, proves that what was written loads and computes the same, and reports what it cost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.errors import ShardwrightError
+from ...ds_configs.quantization.recipe import QuantizeSettings, quantize_settings, read_recipe
+from ...ds_configs.render.write import write_files
+from ...plugins.quantized_model import LayerProgress, ReportProgress
+from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
+from ..evaluation.result import Evaluation
+from ..evaluation.text_windows import TextRequest, TextWindows
+from ..model_directory import copy_companions, publish
+from .engines import quantize_in_memory
+from .inputs import Notify, Prepared, prepare
+from .journal_place import discard_journal, journal_directory
+from .report import Outcome, report_files
+from .verify import Verification, fail_output, reference_logits, verify_checkpoint
+
+_PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
+
+
+def quantize(
+    model: str,
+    output_dir: str | Path,
+    *,
+    recipe: str | None = None,
+    revision: str | None = None,
+    device: str | None = None,
+    force: bool = False,
+    resume: bool = False,
+    evaluate: bool = True,
+    notify: Notify = lambda _: None,
+    **settings: Any,
+) -> Outcome:
+    """Quantize a model and write a checkpoint that was proven to load.
+
+    Example: ``shardwright.quantize("taught", "taught-w4", scheme="W4A16", dataset="python-help")``
+
+    Args:
+        model: Hub id or directory.
+        output_dir: Where the checkpoint goes.
+        recipe: Name of a recipe, or a YAML file.
+        revision: Branch, tag or commit of a Hub model.
+        device: Such as `cuda:0`; default: an accelerator where there is one.
+        force: Replace the model in a directory that is not empty.
+        resume: Go on from the journal of an interrupted run.
+        evaluate: Compare with the model that it was made from.
+        notify: Receives remarks.
+        settings: Fields of `QuantizeSettings`, which come before the recipe.
+
+    Raises:
+        UsageError: everything wrong with the settings.
+        RefusedInputError: files of the model are unsafe, corrupt or quantized already.
+        DoesNotFitError: memory or disk is too small.
+        ShardwrightError: the checkpoint did not pass its checks; it lies under a `.failed` name.
+    """
+    merged = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
+    place = Path(output_dir)
+    how = {"revision": revision, "device": device, "force": force, "resume": resume}
+    prepared = prepare(model, merged, place, notify=notify, **how)  # type: ignore[arg-type]
+    return run_prepared(prepared, place, resume=resume, device=device, evaluate=evaluate, notify=notify)
+
+
+def run_prepared(
+    prepared: Prepared,
+    output_dir: Path,
+    *,
+    resume: bool = False,
+    device: str | None = None,
+    evaluate: bool = True,
+    notify: Notify = lambda _: None,
+    report: ReportProgress = lambda _: None,
+    on_evaluation: OnProgress = lambda _stage, _done, _total: None,
+) -> Outcome:
+    """Quantize, write, verify, evaluate and report; an interrupted run leaves its journal and nothing else.
+
+    Raises:
+        ShardwrightError: a step failed; says which and why.
+    """
+    seconds: dict[str, float] = {}
+    if not resume:
+        discard_journal(output_dir)
+    with _staged(output_dir) as staging:
+        with _timed(seconds, "quantizing"):
+            quantized = quantize_in_memory(
+                prepared, journal=journal_directory(output_dir), device=device or default_device(), report=report
+            )
+        with _timed(seconds, "writing"):
+            reference = reference_logits(quantized.model, probe_tokens(prepared))
+            layers = quantized.quantized_layers
+            quantized.save(staging)
+            copy_companions(prepared.source.directory, staging)
+            del quantized
+        with _timed(seconds, "verifying"):
+            verification = verify_checkpoint(
+                staging, reference=reference, quantized_layers=layers, scheme=prepared.scheme
+            )
+        if not verification.passed:
+            kept = fail_output(staging, output_dir, verification)
+            raise ShardwrightError(
+                f"the checkpoint did not pass: {verification.reason}; it lies in {kept}, and nothing was written to "
+                f"{output_dir}"
+            )
+        publish(staging, output_dir)
+    discard_journal(output_dir)
+    evaluation = None
+    if evaluate:
+        with _timed(seconds, "evaluating"):
+            evaluation = _evaluation(prepared, output_dir, device, notify, on_evaluation)
+    outcome = Outcome(
+        prepared=prepared,
+        quantized_layers=layers,
+        verification=verification,
+        evaluation=evaluation,
+        seconds=seconds,
+    )
+    write_files(report_files(outcome), output_dir, force=True)
+    return outcome
+
+
+def default_device() -> str:
+    """Return the accelerator where there is one."""
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def probe_tokens(prepared: Prepared) -> list[list[int]]:
+    """Return the tokens that the checkpoint must answer as the model in memory does: held-out text, else any."""
+    if prepared.samples is not None and (prepared.samples.evaluation or prepared.samples.train):
+        samples = prepared.samples.evaluation or prepared.samples.train
+        return [list(sample["input_ids"][:_PROBE_TOKENS]) for sample in samples[:_PROBE_SAMPLES]]
+    vocabulary = len(prepared.tokenizer)
+    length = min(_PROBE_TOKENS, prepared.source.longest or _PROBE_TOKENS)
+    return [
+        [(7919 * (row * length + place) + 31) % vocabulary for place in range(length)] for row in range(_PROBE_SAMPLES)
+    ]
+
+
+def _evaluation(
+    prepared: Prepared, output_dir: Path, device: str | None, notify: Notify, on_progress: OnProgress
+) -> Evaluation | None:
+    text: TextRequest | TextWindows = TextRequest(num_samples=DEFAULT_WINDOWS)
+    samples = prepared.samples
+    if samples is not None and samples.evaluation:
+        windows = tuple(samples.evaluation[:DEFAULT_WINDOWS])
+        text = TextWindows(
+            windows=windows,
+            source=f"{samples.statistics.source}, rows that no scale was found on",
+            seq_len_tokens=prepared.seq_len,
+            stride_tokens=prepared.seq_len,
+            available_windows=len(samples.evaluation),
+        )
+    try:
+        return evaluate_model(
+            str(output_dir),
+            baseline=str(prepared.source.directory),
+            text=text,
+            device=device,
+            notify=notify,
+            on_progress=on_progress,
+        )
+    except ShardwrightError as error:
+        notify(f"the checkpoint is written and verified, and could not be evaluated: {error}")
+        return None
+
+
+@contextmanager
+def _staged(output_dir: Path) -> Iterator[Path]:
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=output_dir.parent, prefix=f".{output_dir.name}."))
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[name] = time.monotonic() - began
