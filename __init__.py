@@ -15,20 +15,25 @@ if TYPE_CHECKING:
     from .ds_configs.job import TrainingJob
     from .ds_configs.plan import Plan
     from .plugins.planning import plan
+    from .trainers.evaluation.evaluate import evaluate_model as evaluate
+    from .trainers.quantization.run import quantize
     from .trainers.rehearsal import rehearse
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "TrainingJob", "__version__", "plan", "rehearse"]
+__all__ = ["Plan", "TrainingJob", "__version__", "evaluate", "plan", "quantize", "rehearse"]
 
 _HOMES = {
     "Plan": ".ds_configs.plan",
     "TrainingJob": ".ds_configs.job",
+    "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
     "plan": ".plugins.planning",
+    "quantize": ".trainers.quantization.run",
     "rehearse": ".trainers.rehearsal",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
+        module, _, attribute = _HOMES[name].partition(":")
+        return getattr(import_module(module, __name__), attribute or name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

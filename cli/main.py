@@ -25,6 +25,7 @@ _COMMANDS = {
     "distill": ("distill:distill_command", "Teach a student what a teacher knows: plan, train, evaluate, report."),
     "cache-teacher": ("cache_teacher:cache_teacher_command", "Store a teacher's answers, to distil without it."),
     "student": ("student:student_command", "Cut a smaller student out of a teacher, to be distilled into."),
+    "quantize": ("quantize:quantize_command", "Quantize a model, prove that it loads, and measure what it cost."),
     "evaluate": ("evaluate:evaluate_command", "Measure a model: perplexity, distance to a baseline, size, speed."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),
     "env": ("env:env_command", "Print versions and hardware to paste into a report."),

@@ -3,13 +3,12 @@
     python examples/distill_then_quantize.py [OUTPUT_DIR]
 
 Everything is built here: a teacher is trained on the help topics that ship with Python, a student learns from it, and
-`shardwright quantize` turns the student into a W4A16 checkpoint that Transformers and vLLM load. It runs offline on a
+`shardwright.quantize` turns the student into a W4A16 checkpoint that Transformers and vLLM load. It runs offline on a
 CPU in under two minutes. All models are judged on topics that none of them was trained on.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.text_windows import TextRequest
+from shardwright.trainers.quantization.run import quantize
 from shardwright.trainers.text import pack, read_documents
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
@@ -68,21 +68,6 @@ def train(student: Any, teacher: Any, config: DistillationConfig, samples: Any, 
         trainer.train()
 
 
-def quantize(student: Path, text: Path, output: Path) -> None:
-    """Run the command that anyone would type."""
-    command = [sys.executable, "-m", "shardwright", "quantize", str(student)]
-    settings = {
-        "--scheme": "W4A16",
-        "--method": "gptq",
-        "--dataset": text,
-        "--num-samples": 64,
-        "--seq-len": SEQ_LEN,
-        "--output-dir": output,
-    }
-    flags = [str(word) for pair in settings.items() for word in pair]
-    subprocess.run([*command, *flags, "--no-evaluate"], check=True, stdout=subprocess.DEVNULL)
-
-
 def main(output: Path | None = None) -> None:
     """Print one line for each model."""
     documents, tokenizer = read_documents(None), byte_tokenizer(VOCAB_SIZE)
@@ -100,7 +85,17 @@ def main(output: Path | None = None) -> None:
         (directory / "train.txt").write_text("\n".join(kept), encoding="utf-8")
         (directory / "held_out.txt").write_text("\n".join(documents[::HELD_OUT]), encoding="utf-8")
         quantized = output or directory / "quantized"
-        quantize(directory / "student", directory / "train.txt", quantized)
+        quantize(
+            str(directory / "student"),
+            quantized,
+            scheme="W4A16",
+            method="gptq",
+            dataset=str(directory / "train.txt"),
+            num_samples=64,
+            seq_len=SEQ_LEN,
+            batch_size=8,
+            evaluate=False,
+        )
         print(f"{'':20} {'perplexity':>18} {'size in MB':>10} {'same token':>10}")
         text = TextRequest(files=(directory / "held_out.txt",), num_samples=256)
         for part, path in (("teacher", directory / "teacher"), ("student in 4 bit", quantized)):

@@ -5,9 +5,8 @@ Perplexities are of tokens, on text that was not trained on.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import tempfile
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ STEPS = 450
 LEARNING_RATE = 4e-3
 EVALUATION_ROWS = 96
 """Rows of `SEQ_LEN` tokens that are held out."""
+ROWS_FILE = "rows.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class TrainedLlama:
     """A trained model with the text it learned and the text it did not see."""
 
     directory: Path
-    """Checkpoint with tokenizer, of the same numbers as `model`; it goes when the process ends."""
+    """Checkpoint with tokenizer, of the same numbers as `model`."""
     model: Any
     """In evaluation mode; its weights are bf16 numbers stored in fp32, because CPUs are slow at bf16."""
     tokenizer: Any
@@ -74,10 +74,10 @@ def _blocks(documents: list[str]) -> tuple[Any, torch.Tensor]:
     return tokenizer, blocks_NS
 
 
-def _untrained() -> Any:
+def _untrained(seed: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-    set_seed(0)
+    set_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
@@ -93,39 +93,61 @@ def _untrained() -> Any:
     return LlamaForCausalLM(config)
 
 
+def shared_llama(tmp_path_factory: Any) -> TrainedLlama:
+    """Return the model for a fixture; test processes that run side by side train it once between them."""
+    base = tmp_path_factory.getbasetemp()
+    return trained_llama(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+
+
 @functools.cache
-def trained_llama() -> TrainedLlama:
-    """Train once for the whole session on the help topics that ship with Python."""
+def trained_llama(parent: Path) -> TrainedLlama:
+    """Train on the help topics that ship with Python, in a directory below `parent`; or load what lies there already."""
+    from filelock import FileLock
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    directory = parent / "small-llama"
+    with FileLock(parent / "small-llama.lock"):
+        if not (directory / ROWS_FILE).exists():
+            _train(directory)
+    rows = load_file(directory / ROWS_FILE)
+    return TrainedLlama(
+        directory=directory,
+        model=LlamaForCausalLM.from_pretrained(directory).eval().requires_grad_(False),
+        tokenizer=AutoTokenizer.from_pretrained(directory),
+        train_NS=rows["train"],
+        evaluation_NS=rows["evaluation"],
+    )
+
+
+def _train(directory: Path, seed: int = 0) -> None:
     from pydoc_data.topics import topics
 
+    from safetensors.torch import save_file
+
+    directory.mkdir(exist_ok=True)
     tokenizer, blocks_NS = _blocks([topics[name] for name in sorted(topics)])
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     blocks_NS = blocks_NS[torch.randperm(len(blocks_NS), generator=draw)]
     evaluation_NS, train_NS = blocks_NS[:EVALUATION_ROWS], blocks_NS[EVALUATION_ROWS:]
-    model = _untrained().train()
+    model = _untrained(seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     order = torch.cat([torch.randperm(len(train_NS), generator=draw) for _ in range(8)])
     for step in range(STEPS):
-        share = min((step + 1) / 20, 1 - step / STEPS)
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * share
+            group["lr"] = LEARNING_RATE * min((step + 1) / 20, 1 - step / STEPS)
         batch_BS = train_NS[order[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]]
         loss = model(input_ids=batch_BS, labels=batch_BS).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model = model.eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    temporary = tempfile.TemporaryDirectory()
-    atexit.register(temporary.cleanup)
-    directory = Path(temporary.name)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return TrainedLlama(
-        directory=directory, model=model, tokenizer=tokenizer, train_NS=train_NS, evaluation_NS=evaluation_NS
-    )
+    # Written last: its presence says that the rest is there.
+    save_file({"train": train_NS.contiguous(), "evaluation": evaluation_NS.contiguous()}, directory / ROWS_FILE)
 
 
 @torch.no_grad()

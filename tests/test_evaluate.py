@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,18 @@ def test_against_fp64(tiny_llama, noisy_llama, book, monkeypatch):
     assert other_batches.model.perplexity.value == pytest.approx(found.model.perplexity.value, rel=1e-5)
 
 
+def test_windows_of_tokens_read_as_their_text_does(tiny_llama, book):
+    request = TextRequest(files=(book,), num_samples=3)
+    windows = text_windows(request, byte_tokenizer(512), seq_len=40)
+    assert (len(windows.windows), windows.stride_tokens, windows.predicted_tokens) == (3, 40, 3 * 39)
+    given_text = evaluate_model(str(tiny_llama), text=request, seq_len=40, measure_speeds=False)
+    given_tokens = evaluate_model(str(tiny_llama), text=windows, measure_speeds=False)
+    assert given_tokens.text == given_text.text
+    assert given_tokens.model.loss_nats_per_token == given_text.model.loss_nats_per_token
+    with pytest.raises(UsageError, match="128 positions"):
+        evaluate_model(str(tiny_llama), text=replace(windows, seq_len_tokens=129))
+
+
 def test_a_model_beside_itself(tiny_llama, book):
     found = evaluate_model(
         str(tiny_llama), baseline=str(tiny_llama), text=TextRequest(files=(book,)), seq_len=64, batch_size=3
@@ -232,8 +245,14 @@ def tensor(dtype: str, *shape: int) -> StoredTensor:
             None,
             64 * 256 * 4 + 16 * 32 + 128 * 16,
         ),
+        (
+            {"spqr_codes": tensor("U8", 64 * 96), "spqr_levels": tensor("BF16", 4, 4, 16),
+             "spqr_outlier_values": tensor("BF16", 100)},
+            64 * 256,
+            64 * 256 * 3 + 256 * 16 + 1600,
+        ),
     ],
-    ids=["int4", "int8", "fp8", "nvfp4", "bnb-nf4", "bnb-int8", "gptq", "awq"],
+    ids=["int4", "int8", "fp8", "nvfp4", "bnb-nf4", "bnb-int8", "gptq", "awq", "spqr"],
 )  # fmt: skip
 def test_bits_of_each_format(tensors, stated, bits):
     """One [64, 256] matrix with its bias, beside a plain norm and an embedding."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from small_llama import TrainedLlama, inject_outliers, perplexity, row_losses, trained_llama, unigram_perplexity
+from small_llama import TrainedLlama, inject_outliers, perplexity, row_losses, shared_llama, unigram_perplexity
 
 CALIBRATION_ROWS = 64
 OUTLIERS = {"channels": range(0, 256, 16), "factor": 50.0}
@@ -23,8 +23,8 @@ CLEAR = 4.0
 
 
 @pytest.fixture(scope="module")
-def llama() -> TrainedLlama:
-    return trained_llama()
+def llama(tmp_path_factory) -> TrainedLlama:
+    return shared_llama(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

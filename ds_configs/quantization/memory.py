@@ -8,10 +8,12 @@ bytes of the model's type:
     layer_inputs        (N + batch) · seq_len · hidden · d, the rotary tables of each batch, and masks of seq_len² · d,
                         which calibration makes for every sample because it runs eager attention
     hessians            Σ in² · 4 over the matrices of one layer, each its own (`modifiers/gptq/base.py`)
-    hessian_copies      one matrix: 3 · in² · 4 while its columns are sorted (`modifiers/gptq/helpers.py`)
+    hessian_copies      one matrix: 3 · in² · 4 while it is stacked and while its columns are sorted, beside what the
+                        matrix before left (`modifiers/gptq/helpers.py`, `base.py:290`)
     awq_inputs          N · seq_len · (inputs of attention, MLP and every scaled projection) · d
     awq_attention       N · heads · seq_len² · d: outputs of attention are kept with its scores (`awq/base.py:638`)
-    attention           heads · batch · seq_len² · (4 + 2 · d): scores in eager attention, softmax in fp32
+    attention           heads · batch · seq_len² · (8 + d): scores in eager attention, and their softmax in fp32, which
+                        CUDA fuses with the conversion: (4 + 2 · d)
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ PROCESS_BYTES = 900 * 10**6
 """Resident memory of Python with torch, Transformers and llm-compressor, measured on a CPU-only Linux host."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 _GPTQ_BLOCK_COLUMNS = 128
+_ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+_MLP_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", ".w1", ".w3")
+_AWQ_ROUNDING_BYTES = 10
+"""Temporaries for each weight while the search rounds a matrix, as metered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +85,7 @@ class _Run:
     batch_size: int
     width: int
     dtype: str
+    device: Device
 
     @property
     def tokens(self) -> int:
@@ -98,6 +105,15 @@ class _Run:
     def scores(self) -> int:
         """Elements of the attention scores of one forward pass."""
         return self.dimensions.num_attention_heads * self.batch_size * self.seq_len**2
+
+    @property
+    def softmax_bytes(self) -> int:
+        """Scores, queries, keys and values at the softmax of one forward pass; shared heads are repeated."""
+        sizes = self.dimensions
+        each = 8 + self.width if self.device == "cpu" else 4 + 2 * self.width
+        repeated = 2 * sizes.query_size if sizes.num_key_value_heads != sizes.num_attention_heads else 0
+        columns = sizes.query_size + 2 * sizes.key_value_size + repeated
+        return self.scores * each + self.tokens * columns * self.width
 
 
 def estimate_quantization_memory(
@@ -138,6 +154,7 @@ def estimate_quantization_memory(
         batch_size=min(batch_size, max(1, num_samples)),
         width=DTYPE_BYTES[dtype],
         dtype=dtype,
+        device=device,
     )
     kept: Terms = {"process": PROCESS_BYTES, "model_weights": weight_bytes, "scales": _scale_bytes(run)}
     phases: dict[str, tuple[Terms, Terms]] = {"saving": (kept | {"packing": _packing_bytes(run)}, {})}
@@ -207,11 +224,7 @@ def _calibrating(run: _Run) -> Terms:
         statistics["hessians"] = sum(4 * layer.in_features**2 for layer in run.block)
     if run.method == "awq":
         statistics["awq_inputs"] = _awq_input_bytes(run)
-    grouped = 2 if sizes.num_key_value_heads != sizes.num_attention_heads else 0
-    projections = (3 + grouped) * sizes.query_size + 4 * sizes.key_value_size
-    softmax = statistics | {
-        "attention": run.scores * (4 + 2 * run.width) + tokens * (2 * sizes.hidden_size + projections) * run.width
-    }
+    softmax = statistics | {"attention": run.softmax_bytes + tokens * sizes.hidden_size * run.width}
     widest = max((layer.in_features for layer in run.block), default=sizes.hidden_size)
     last = statistics | {
         "attention": run.scores * run.width,
@@ -233,13 +246,18 @@ def _quantizing(run: _Run) -> Terms:
         return {}
     moments = []
     waiting = [4 * layer.in_features**2 for layer in run.block]
+    square_before = weight_before = 0
     for index, layer in enumerate(run.block):
         square, weight = 4 * layer.in_features**2, 4 * layer.numel
         columns = 5 * 4 * layer.out_features * _GPTQ_BLOCK_COLUMNS
-        sorting: Terms = {"hessian_copies": 3 * square, "fp32_weights": weight}
-        correcting: Terms = {"hessian_copies": square, "fp32_weights": 2 * weight + columns}
-        fuller = max(sorting, correcting, key=lambda terms: sum(terms.values()))
-        moments.append({"hessians": sum(waiting[index + 1 :])} | fuller)
+        left = sum(waiting[index + 1 :])
+        moments += [
+            # What the matrix before left lives until its names are bound again.
+            {"hessians": left + square_before, "hessian_copies": 3 * square, "fp32_weights": 2 * weight_before},
+            {"hessians": left, "hessian_copies": 3 * square, "fp32_weights": weight + weight_before},
+            {"hessians": left, "hessian_copies": square, "fp32_weights": 2 * weight + columns + weight_before},
+        ]
+        square_before, weight_before = square, weight
     return max(moments, key=lambda terms: sum(terms.values()), default={})
 
 
@@ -254,18 +272,29 @@ def _awq_input_bytes(run: _Run) -> int:
 
 
 def _awq_search(run: _Run) -> Terms:
-    """Search of attention's scales: outputs of all samples before and after rounding, with the attention scores."""
-    sizes, tokens = run.dimensions, run.tokens
+    """The fuller of two moments: attention's outputs of all samples, and the MLP's weights while they are rounded.
+
+    Scales are judged by the outputs of all samples before and after rounding. Those of attention come with its scores.
+    Inputs of attention are freed before the MLP's turn.
+    """
+    sizes, tokens, block = run.dimensions, run.tokens, run.block
     batches = ceil(run.num_samples / run.batch_size)
-    clones = [layer for layer in run.block if layer.name.endswith(("q_proj", "k_proj", "v_proj", "qkv_proj"))]
-    return {
-        "awq_inputs": _awq_input_bytes(run),
-        "awq_outputs": 2 * batches * tokens * sizes.hidden_size * run.width,
+    outputs, inputs = batches * tokens * sizes.hidden_size * run.width, _awq_input_bytes(run)
+    attention: Terms = {
+        "awq_inputs": inputs,
+        "awq_outputs": 2 * outputs - tokens * sizes.hidden_size * run.width,
         "awq_attention": (batches - 1) * run.scores * run.width,
-        "attention": run.scores * (4 + 2 * run.width)
-        + tokens * (5 * sizes.query_size + 4 * sizes.key_value_size) * run.width,
-        "awq_weights": sum(layer.numel for layer in clones) * run.width,
+        "attention": run.softmax_bytes,
+        "awq_weights": sum(layer.numel for layer in block if layer.name.endswith(_ATTENTION_INPUTS)) * run.width,
     }
+    scaled = [layer for layer in block if layer.name.endswith(_MLP_INPUTS)]
+    mlp: Terms = {
+        "awq_inputs": inputs - batches * tokens * sizes.hidden_size * run.width,
+        "awq_outputs": outputs,
+        "awq_weights": sum(layer.numel for layer in scaled) * run.width,
+        "rounding": _AWQ_ROUNDING_BYTES * max((layer.numel for layer in scaled), default=0),
+    }
+    return max(attention, mlp, key=lambda terms: sum(terms.values()))
 
 
 def _autoround(run: _Run) -> Terms:

@@ -13,7 +13,7 @@ from ..quantized_model import ReportProgress
 from .fixes import all_fixes
 from .journal import Journal, run_identity
 from .progress import Steps, count_parts
-from .quiet import named_by_directory, quiet_upstream, without_hub_name
+from .quiet import import_upstream, named_by_directory, quiet_upstream, without_hub_name
 from .range_observers import forget_range_observers
 from .recipe_objects import EngineMethod, Pass, build_modifiers
 
@@ -79,6 +79,8 @@ def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress)
         UsageError: options that the method does not have, samples are missing, or the journal is another run's.
     """
     import torch
+
+    import_upstream()
     from llmcompressor import oneshot
     from llmcompressor.core import reset_session
 

@@ -98,7 +98,7 @@ class Journal:
             partial.unlink(missing_ok=True)
             raise OSError(f"{self.directory}: {error}") from error
         digest = _synced_digest(partial)
-        os.replace(partial, self.directory / name)
+        partial.replace(self.directory / name)
         size_bytes = (self.directory / name).stat().st_size
         entry = JournalEntry(phase=phase, part=part, file=name, size_bytes=size_bytes, blake2b=digest)
         self.entries = (*self.entries, entry)
@@ -168,7 +168,7 @@ class Journal:
         partial = self.directory / f"{MANIFEST}.partial"
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         _sync(partial)
-        os.replace(partial, self.directory / MANIFEST)
+        partial.replace(self.directory / MANIFEST)
         _sync(self.directory)
 
 

@@ -110,7 +110,9 @@ def weight_faults(directory: Path) -> list[Fault]:
         others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
         if others:
             rule = f"has weights in {', '.join(others[:3])} alone, and such files can run code when they are read"
-            return [Fault(where=where, rule=rule, fix="load and save it with save_pretrained, which writes safetensors")]
+            return [
+                Fault(where=where, rule=rule, fix="load and save it with save_pretrained, which writes safetensors")
+            ]
         return [Fault(where=where, rule="has no weights", fix="give a trained model")]
     return []
 
@@ -242,7 +244,9 @@ def _snapshot(source: ModelSource) -> Path:
         return Path(snapshot_download(source.name, revision=source.revision, allow_patterns=list(_FILES)))
     except Exception as error:
         # Whatever the connection, the cache or the disk raises.
-        raise ShardwrightError(f"model = {source.name!r}: cannot be fetched ({type(error).__name__}: {error})") from None
+        raise ShardwrightError(
+            f"model = {source.name!r}: cannot be fetched ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _dtype(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> str:

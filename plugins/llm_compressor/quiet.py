@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -18,18 +19,52 @@ _LEVELS = ("WARNING", "ERROR", "CRITICAL")
 _EXPECTED = (
     "No accelerator available",
     "Failed to find config._name_or_path",
+    "Exception during finalizing modifier",
 )
-"""Warnings about what this package does on purpose."""
+"""Warnings about what this package does on purpose, and of a modifier that ends with a run that was interrupted."""
+_DISABLED = "LLM_COMPRESSOR_LOG_DISABLED"
 _VARIABLES = ("TOKENIZERS_PARALLELISM", "LLM_COMPRESSOR_LOG_FILE")
+
+
+def import_upstream() -> None:
+    """Import llm-compressor without what its first import does to a process.
+
+    llmcompressor 0.14.0.1 `logger.py` removes every handler of loguru, also the application's, and prints from INFO on
+    to stdout, unless it is told not to log at all.
+    """
+    if "llmcompressor" in sys.modules:
+        return
+    saved = os.environ.get(_DISABLED)
+    os.environ[_DISABLED] = "true"
+    try:
+        import llmcompressor.modifiers.gptq
+        import llmcompressor.modifiers.quantization
+        import llmcompressor.modifiers.transform.awq
+        import llmcompressor.modifiers.transform.smoothquant  # noqa: F401  (they look for a GPU, and say when there is none)
+        from llmcompressor.logger import LOGGER_CONFIG
+    finally:
+        if saved is None:
+            del os.environ[_DISABLED]
+        else:
+            os.environ[_DISABLED] = saved
+    if saved is None:
+        from loguru import logger
+
+        LOGGER_CONFIG.disabled = False
+        logger.enable("llmcompressor")
+        # Its own level, which it would have defined when it set its handlers, and without which GPTQ fails.
+        logger.level("METRIC", no=38)
 
 
 @contextmanager
 def quiet_upstream() -> Iterator[None]:
     """Turn bars off, pass warnings on to `logging`, write no log file, and put everything back afterwards."""
+    import_upstream()
     with ExitStack() as stack:
         stack.enter_context(_environment())
         stack.enter_context(_warnings_to_logging())
         stack.enter_context(_without_bars())
+        stack.enter_context(_without_tracing_remark())
         stack.enter_context(warnings.catch_warnings())
         # compressed-tensors counts modules in host memory as offloaded, and Transformers warns of those when it saves.
         warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
@@ -92,7 +127,6 @@ def _environment() -> Iterator[None]:
 @contextmanager
 def _warnings_to_logging() -> Iterator[None]:
     """loguru 0.7 cannot put a removed handler back, and `disable` would drop warnings: its table is swapped instead."""
-    import llmcompressor  # noqa: F401  (its import replaces loguru's handlers)
     from loguru import logger
 
     core = logger._core  # type: ignore[attr-defined]
@@ -128,3 +162,15 @@ def _without_bars() -> Iterator[None]:
         yield
     finally:
         tqdm.__init__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _without_tracing_remark() -> Iterator[None]:
+    """torch 2.13 remarks on `is_fx_tracing`, which Transformers calls, whenever a model is traced."""
+    tracing = logging.getLogger("torch.fx._symbolic_trace")
+    level = tracing.level
+    tracing.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        tracing.setLevel(level)

@@ -23,12 +23,10 @@ from .range_observers import observer_name
 
 EngineMethod = Literal["rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq"]
 
-_NOT_OPTIONS = frozenset(
-    # What the scheme says, and what belongs to training, which llm-compressor no longer does.
-    ("config_groups", "targets", "ignore", "scheme", "kv_cache_scheme", "index", "group", "start", "end", "update")
-    # Set by the modifier itself; accepted and never read (`modifiers/transform/smoothquant/base.py`).
-    + ("requires_calibration_data", "num_calibration_steps", "calibration_function")
-)
+_OF_THE_SCHEME = ("config_groups", "targets", "ignore", "scheme", "kv_cache_scheme")
+_OF_TRAINING = ("index", "group", "start", "end", "update")
+_WITHOUT_EFFECT = ("requires_calibration_data", "num_calibration_steps", "calibration_function")
+"""Set by the modifier itself, or accepted and never read (`modifiers/transform/smoothquant/base.py`)."""
 _QUANTIZATION_SUFFIXES = ("_scale", "_zero_point", "_g_idx")
 
 
@@ -198,7 +196,7 @@ def _followed(kind: type[Any]) -> type[Any]:
 
 
 def _is_option(name: str) -> bool:
-    return name not in _NOT_OPTIONS and not name.endswith("_")
+    return name not in (*_OF_THE_SCHEME, *_OF_TRAINING, *_WITHOUT_EFFECT) and not name.endswith("_")
 
 
 def _scheme_fields(kind: type[Any], scheme: QuantizationScheme) -> dict[str, Any]:

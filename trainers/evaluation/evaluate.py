@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from ...ds_configs.units import gigabytes
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks
 from .estimates import exponential, token_mean
 from .inputs import Notify, checked_subjects, chosen_seq_len, default_device, shared_tokenizer
-from .loading import Subject, load_subject, local_directory
+from .loading import Subject, dense_elements, load_subject, local_directory
 from .result import KL_SHARES, Comparison, Evaluation, ModelResult, TextFacts
 from .speed import Speed, measure_speed
-from .stored_sizes import stored_sizes
+from .stored_sizes import StoredSizes, stored_sizes
 from .text_windows import TextRequest, TextWindows, text_windows
 from .token_measures import AnswerSource, Batches, ModelReader, StoredAnswers, TokenMeasures, measure_tokens
 
@@ -46,8 +45,8 @@ class _Findings:
     """What was found about a model while it was in memory."""
 
     subject: Subject
-    directory: Path
     dtype: str
+    sizes: StoredSizes
     speed: Speed | None = None
     tasks: tuple[TaskScore, ...] = ()
 
@@ -56,7 +55,7 @@ def evaluate_model(
     source: str,
     *,
     baseline: str | None = None,
-    text: TextRequest | None = None,
+    text: TextRequest | TextWindows | None = None,
     seq_len: int | None = None,
     batch_size: int = 4,
     dtype: str = "auto",
@@ -76,8 +75,8 @@ def evaluate_model(
     Args:
         source: Hub id or directory of the model.
         baseline: Hub id or directory of what it is compared with, usually what it was made from.
-        text: Text and windows; default: 64 windows of Python's help.
-        seq_len: Tokens of a window; default: 2048, or fewer where a model has fewer positions.
+        text: What to read, or windows that are tokens already; default: 64 windows of Python's help.
+        seq_len: Tokens of a window; default: 2048, or fewer where a model has fewer positions, or that of the windows.
         batch_size: Windows that are read together; no result depends on it.
         dtype: Type to load weights as, or `auto` for the stored one.
         device: Such as `cuda:0` or `cpu`; default: an accelerator where there is one.
@@ -94,11 +93,15 @@ def evaluate_model(
         ShardwrightError: a model cannot be fetched or loaded.
     """
     start = time.perf_counter()
-    request = text or TextRequest(num_samples=DEFAULT_WINDOWS)
-    asked = {"seq_len": seq_len, "batch_size": batch_size, "device": device, "tasks": tasks}
-    subjects = checked_subjects([(source, revision), (baseline, baseline_revision)], request, asked)
+    chosen = text or TextRequest(num_samples=DEFAULT_WINDOWS)
+    length = chosen.seq_len_tokens if isinstance(chosen, TextWindows) else seq_len
+    asked = {"seq_len": length, "batch_size": batch_size, "device": device, "tasks": tasks}
+    subjects = checked_subjects([(source, revision), (baseline, baseline_revision)], chosen, asked)
     tokenizer = shared_tokenizer(subjects, notify)
-    windows = text_windows(request, tokenizer, seq_len=chosen_seq_len(seq_len, subjects))
+    if isinstance(chosen, TextWindows):
+        windows = chosen
+    else:
+        windows = text_windows(chosen, tokenizer, seq_len=chosen_seq_len(seq_len, subjects))
     run = _Run(
         batches=Batches(windows=windows.windows, size=batch_size),
         dtype=dtype,
@@ -156,7 +159,8 @@ def _loaded(subject: Subject, run: _Run) -> tuple[Any, _Findings]:
     model = load_subject(subject, directory, dtype=run.dtype, device=run.device)
     run.on_progress(f"loading of the {subject.role}", 1, 1)
     dtype = str(model.dtype).removeprefix("torch.")
-    return model, _Findings(subject=subject, directory=directory, dtype=dtype)
+    sizes = stored_sizes(directory, dense_elements(model, directory))
+    return model, _Findings(subject=subject, dtype=dtype, sizes=sizes)
 
 
 def _measure_alone(model: Any, found: _Findings, run: _Run, tokenizer: Any) -> None:
@@ -219,7 +223,7 @@ def _model_result(found: _Findings, sums: Sequence[float], counts: Sequence[int]
         dtype=found.dtype,
         loss_nats_per_token=loss,
         perplexity=exponential(loss),
-        sizes=stored_sizes(found.directory),
+        sizes=found.sizes,
         speed=found.speed,
         tasks=found.tasks,
     )

@@ -8,7 +8,7 @@ from typing import Any
 from ...ds_configs.errors import Fault, UsageError
 from ...plugins.lm_eval import task_faults
 from .loading import Subject, has_tokenizer, read_subject, subject_tokenizer, tokenizer_difference
-from .text_windows import TextRequest, number_faults
+from .text_windows import TextRequest, TextWindows, number_faults
 
 DEFAULT_SEQ_LEN = 2048
 _PROBE_TEXT = "Ünïcode, 日本語 and 🤗: x = {'a': 1};\n\tif x != 0:  return [3.14, -2]\n"
@@ -17,7 +17,7 @@ Notify = Callable[[str], None]
 
 
 def checked_subjects(
-    named: Sequence[tuple[str | None, str | None]], request: TextRequest, settings: Mapping[str, Any]
+    named: Sequence[tuple[str | None, str | None]], text: TextRequest | TextWindows, settings: Mapping[str, Any]
 ) -> list[Subject]:
     """Return the model, and the baseline where there is one.
 
@@ -27,7 +27,7 @@ def checked_subjects(
         ShardwrightError: the Hub cannot be reached.
     """
     seq_len, batch_size, device = settings["seq_len"], settings["batch_size"], settings["device"]
-    faults = number_faults(request, seq_len)
+    faults = number_faults(text, seq_len) if isinstance(text, TextRequest) else []
     if batch_size < 1:
         faults.append(Fault(where="--batch-size", value=batch_size, rule="must be at least 1"))
     if device is not None and (fault := _device_fault(device)) is not None:

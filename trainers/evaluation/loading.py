@@ -10,6 +10,7 @@ from typing import Any
 from ...ds_configs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.hub import ModelSource, read_model_source
 from ..text import TOKENIZER_FILES, load_tokenizer
+from .stored_sizes import SPQR_CODES, read_headers
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
@@ -185,7 +186,7 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
             that was saved.
         ShardwrightError: Transformers cannot load it; names its reason.
     """
-    if subject.quant_method == "spqr":
+    if is_spqr(directory):
         return _load_spqr(directory, device)
     import torch
     from transformers import AutoModelForCausalLM
@@ -219,8 +220,24 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
     return model
 
 
+def is_spqr(directory: Path) -> bool:
+    """Return whether a directory holds SpQR's small format."""
+    tensors, _ = read_headers(sorted(directory.glob("*.safetensors")))
+    return any(name.endswith(f".{SPQR_CODES}") for name in tensors)
+
+
+def dense_elements(model: Any, directory: Path) -> dict[str, int]:
+    """Return the elements of each linear layer where a checkpoint's own tensors do not tell them; else nothing."""
+    import torch
+
+    if not is_spqr(directory):
+        return {}
+    modules = model.named_modules()
+    return {name: module.weight.numel() for name, module in modules if isinstance(module, torch.nn.Linear)}
+
+
 def _load_spqr(directory: Path, device: str) -> Any:
-    from ..quantization.spqr import load_spqr  # type: ignore[import-not-found]
+    from ..quantization.spqr import load_spqr
 
     return load_spqr(directory).to(device).eval()
 

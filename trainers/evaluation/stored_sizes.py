@@ -5,6 +5,7 @@ What belongs to a quantized matrix is told by tensor names:
     compressed-tensors 0.19.0   weight_packed or an 8-bit weight, with weight_scale, weight_zero_point, weight_shape, …
     bitsandbytes 0.50.2         weight (uint8 codes) with weight.absmax, weight.quant_map, …; int8 weight with SCB
     GPTQ, AWQ                   qweight with qzeros, scales, g_idx
+    SpQR of this package        spqr_codes and others that begin so
 """
 
 from __future__ import annotations
@@ -61,11 +62,14 @@ class StoredSizes:
     """Stored bits of these matrices, with scales, zero points and tables; `None` without any."""
 
 
-def stored_sizes(directory: Path) -> StoredSizes:
-    """Return the sizes of a checkpoint."""
+SPQR_CODES = "spqr_codes"
+
+
+def stored_sizes(directory: Path, elements: Mapping[str, int] | None = None) -> StoredSizes:
+    """Return the sizes of a checkpoint; `elements` of matrices by name, for formats that do not state them."""
     files = sorted(directory.glob("*.safetensors"))
-    tensors, shapes = read_headers(files)
-    return sizes_of(tensors, shapes, file_bytes=sum(file.stat().st_size for file in files))
+    tensors, stated = read_headers(files)
+    return sizes_of(tensors, {**(elements or {}), **stated}, file_bytes=sum(file.stat().st_size for file in files))
 
 
 def read_headers(files: list[Path]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
@@ -114,7 +118,7 @@ def _matrix_and_part(name: str, tensors: Mapping[str, StoredTensor]) -> tuple[st
         # bitsandbytes puts what describes the codes below the weight's own name.
         module, _, last = name.partition(".weight.")
         return module, f"weight.{last}"
-    if last in _PARTS:
+    if last in _PARTS or last.startswith("spqr_"):
         return module, last
     described = (f"{module}.weight_scale", f"{module}.SCB", f"{module}.weight.absmax")
     if last == "weight" and any(other in tensors for other in described):

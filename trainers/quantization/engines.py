@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.quantization.methods import METHODS
 from ...plugins.llm_compressor.loading import load_for_quantization
 from ...plugins.quantized_model import QuantizedModel, ReportProgress
 from .inputs import Prepared
@@ -24,20 +25,30 @@ def run_key(prepared: Prepared) -> str:
     return f"{source.directory.resolve()}#{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
-def quantize_in_memory(prepared: Prepared, *, journal: Path | None, device: str, report: ReportProgress) -> QuantizedModel:
+def quantize_in_memory(
+    prepared: Prepared, *, journal: Path | None, device: str, report: ReportProgress
+) -> QuantizedModel:
     """Load the model and quantize it by the chosen method.
 
     Raises:
         ShardwrightError: the model cannot be loaded, or the engine refuses it.
     """
-    method = prepared.resolved.method
-    if method == "bitsandbytes":
-        return _bitsandbytes(prepared, device)
+    engine = METHODS[prepared.resolved.method].engine
+    if engine == "bitsandbytes":
+        from ...plugins.bitsandbytes_checkpoint import quantize_with_bitsandbytes
+
+        return quantize_with_bitsandbytes(
+            prepared.source, prepared.scheme, device=device, options=prepared.settings.method_options
+        )
     model = load_for_quantization(prepared.source, device=device)
-    if method == "autoround":
+    if engine == "auto-round":
         return _auto_round(prepared, model, report)
-    if method in ("spqr", "low-rank"):
-        return _own(prepared, model, journal, report)
+    if engine == "shardwright":
+        return _own_method(prepared, model, journal, report)
+    return _llm_compressor(prepared, model, journal, report)
+
+
+def _llm_compressor(prepared: Prepared, model: Any, journal: Path | None, report: ReportProgress) -> QuantizedModel:
     from ...plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 
     settings = prepared.settings
@@ -45,7 +56,7 @@ def quantize_in_memory(prepared: Prepared, *, journal: Path | None, device: str,
         model=model,
         tokenizer=prepared.tokenizer,
         scheme=prepared.scheme,
-        method=method,
+        method=prepared.resolved.method,  # type: ignore[arg-type]
         calibration=prepared.calibration,
         batch_size=settings.batch_size,
         method_options=settings.method_options,
@@ -54,3 +65,36 @@ def quantize_in_memory(prepared: Prepared, *, journal: Path | None, device: str,
         seed=settings.seed,
     )
     return quantize_with_llm_compressor(request, report)
+
+
+def _auto_round(prepared: Prepared, model: Any, report: ReportProgress) -> QuantizedModel:
+    from ...plugins.auto_round import quantize_with_auto_round
+
+    settings = prepared.settings
+    return quantize_with_auto_round(
+        model,
+        prepared.tokenizer,
+        prepared.scheme,
+        calibration=prepared.calibration,
+        batch_size=settings.batch_size,
+        options=settings.method_options,
+        seed=settings.seed,
+        report=report,
+    )
+
+
+def _own_method(prepared: Prepared, model: Any, journal: Path | None, report: ReportProgress) -> QuantizedModel:
+    from .spqr import quantize_with_low_rank, quantize_with_spqr
+
+    settings = prepared.settings
+    run = quantize_with_spqr if prepared.resolved.method == "spqr" else quantize_with_low_rank
+    return run(
+        model,
+        prepared.tokenizer,
+        prepared.scheme,
+        calibration=prepared.calibration,
+        batch_size=settings.batch_size,
+        options=settings.method_options,
+        journal=journal,
+        report=report,
+    )

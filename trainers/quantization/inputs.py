@@ -239,4 +239,3 @@ def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
             )
     if lines:
         raise DoesNotFitError("\n".join(lines))
-

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.errors import ShardwrightError
-from ...ds_configs.quantization.recipe import QuantizeSettings, quantize_settings, read_recipe
+from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.render.write import write_files
-from ...plugins.quantized_model import LayerProgress, ReportProgress
+from ...plugins.quantized_model import ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
 from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows
@@ -24,7 +22,7 @@ from .engines import quantize_in_memory
 from .inputs import Notify, Prepared, prepare
 from .journal_place import discard_journal, journal_directory
 from .report import Outcome, report_files
-from .verify import Verification, fail_output, reference_logits, verify_checkpoint
+from .verify import fail_output, reference_logits, verify_checkpoint
 
 _PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
 
@@ -103,7 +101,7 @@ def run_prepared(
             del quantized
         with _timed(seconds, "verifying"):
             verification = verify_checkpoint(
-                staging, reference=reference, quantized_layers=layers, scheme=prepared.scheme
+                staging, reference=reference, layers=prepared.layers, scheme=prepared.scheme
             )
         if not verification.passed:
             kept = fail_output(staging, output_dir, verification)

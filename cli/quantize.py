@@ -1,0 +1,308 @@
+"""`shardwright quantize`: from a model to a quantized checkpoint that was proven to load, with what it cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+from cyclopts import Parameter
+
+from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.quantization.methods import MethodName
+from ..ds_configs.quantization.scheme import RangeMethod
+
+if TYPE_CHECKING:
+    from ..plugins.quantized_model import LayerProgress, ReportProgress
+    from ..trainers.evaluation.evaluate import OnProgress
+    from ..trainers.quantization.inputs import Prepared
+    from ..trainers.quantization.report import Outcome
+
+_Flag = Parameter(negative="")
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+def quantize_command(
+    model: str,
+    /,
+    *,
+    output_dir: Path | None = None,
+    scheme: str | None = None,
+    method: MethodName | None = None,
+    dataset: str | None = None,
+    num_samples: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    ranges: RangeMethod | None = None,
+    percentile: float | None = None,
+    targets: str | None = None,
+    ignore: str | None = None,
+    method_option: Annotated[list[str] | None, _Flag] = None,
+    seed: int | None = None,
+    config: str | None = None,
+    revision: str | None = None,
+    device: str | None = None,
+    evaluate: bool = True,
+    resume: Annotated[bool, _Flag] = False,
+    force: Annotated[bool, _Flag] = False,
+    dry_run: Annotated[bool, _Flag] = False,
+    format: Literal["human", "json"] = "human",
+) -> int:
+    """Quantize a model, reload the checkpoint in a fresh process to prove it, and measure what it cost.
+
+    Example: shardwright quantize Qwen/Qwen3-8B --scheme W4A16 --method gptq --dataset python-help --output-dir q
+
+    Parameters
+    ----------
+    model
+        Hub id or directory; weights are read from safetensors.
+    output_dir
+        Where the checkpoint goes, with README.md, REPORT.md, quantization.json and a picture.
+    scheme
+        Named scheme, such as W4A16, W8A8, W8A8_STATIC, FP8_DYNAMIC, NVFP4 or NF4. Default W4A16.
+    method
+        How codes are found. Default: by the scheme, and told with its reason.
+    dataset
+        Calibration text: ID[:config][#N] of the Hub, a .jsonl, .json, .parquet or .txt file, or python-help.
+    num_samples
+        Calibration samples. Default 512.
+    seq_len
+        Tokens of a sample, at most. Default 2048.
+    batch_size
+        Samples of one forward pass. Default 1.
+    group_size
+        Input channels that share a scale; -1 for a whole output channel. Default: by the scheme.
+    symmetric
+        Without zero points. Default: by the scheme.
+    ranges
+        How static ranges of activations are found. Default minmax.
+    percentile
+        Share of values inside the range, in percent, with --ranges percentile. Default 99.9.
+    targets
+        Layers to quantize, separated by commas: Linear, names, or re: patterns. Default Linear.
+    ignore
+        Layers that stay dense, likewise. Default: output head and routers.
+    method_option
+        NAME=VALUE for the method, such as dampening_frac=0.05; repeatable.
+    seed
+        Of the choice of calibration rows. Default 0.
+    config
+        Name of a recipe (configs ls quantize) or a YAML file with any of these settings; flags win.
+    revision
+        Branch, tag or commit of a Hub model.
+    device
+        Such as cuda:0 or cpu. Default: an accelerator where there is one.
+    evaluate
+        Compare the checkpoint with its model at the end.
+    resume
+        Go on from the finished layers of an interrupted run.
+    force
+        Replace the model in a directory that is not empty.
+    dry_run
+        Check everything and print sizes and memory; read no weights, write nothing.
+    format
+        human or json; json prints one object on stdout.
+    """
+    given = locals() | {"method_options": _options(method_option or ())}
+    from ..ds_configs.quantization.recipe import quantize_settings, read_recipe
+    from ..trainers.quantization.inputs import prepare
+
+    if output_dir is None and not dry_run:
+        rule, fix = "is missing", "say where the checkpoint goes, or use --dry-run"
+        raise UsageError(Fault(where="--output-dir", rule=rule, fix=fix))
+    recipe = None if config is None else read_recipe(config)
+    settings = quantize_settings(given, recipe=recipe, environment=os.environ)
+    # Libraries that log to stdout must not stand in the report.
+    with redirect_stdout(sys.stderr):
+        how: dict[str, Any] = {"revision": revision, "device": device, "force": force, "resume": resume}
+        prepared = prepare(model, settings, output_dir, notify=_note, **how)
+    if dry_run or output_dir is None:
+        _show_prepared(prepared, as_json=format == "json")
+        return 0
+    if format == "human":
+        with redirect_stdout(sys.stderr):
+            _show_prepared(prepared, as_json=False)
+    outcome = _run(prepared, output_dir, device=device, evaluate=evaluate, resume=resume)
+    if format == "json":
+        print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
+    else:
+        show_outcome(outcome, output_dir)
+    return 0
+
+
+def _run(prepared: Prepared, output_dir: Path, **how: Any) -> Outcome:
+    from ..trainers.quantization.journal_place import journal_directory
+    from ..trainers.quantization.run import run_prepared
+    from .evaluate import progress_on_stderr
+
+    try:
+        with redirect_stdout(sys.stderr), layers_on_stderr() as report, _lazily(progress_on_stderr) as on_evaluation:
+            return run_prepared(prepared, output_dir, notify=_note, report=report, on_evaluation=on_evaluation, **how)
+    except (KeyboardInterrupt, SystemExit):
+        if journal_directory(output_dir).is_dir():
+            _note(f"finished layers are kept in {journal_directory(output_dir)}; go on with --resume")
+        raise
+
+
+@contextmanager
+def _lazily(open_progress: Any) -> Iterator[OnProgress]:
+    """Yield a function that opens its progress display when it is first called, so that two never share a terminal."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        opened: list[OnProgress] = []
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            if not opened:
+                opened.append(stack.enter_context(open_progress()))
+            opened[0](stage, done, total)
+
+        yield on_progress
+
+
+def _options(words: Sequence[str]) -> dict[str, Any] | None:
+    """Return `NAME=VALUE` words as a mapping, values read as YAML reads them."""
+    found, faults = {}, []
+    for word in words:
+        name, mark, value = word.partition("=")
+        if not mark or not name:
+            faults.append(Fault(where="--method-option", value=word, rule="must be NAME=VALUE"))
+            continue
+        found[name.strip().replace("-", "_")] = yaml.safe_load(value) if value else value
+    if faults:
+        raise UsageError(faults)
+    return found or None
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+@contextmanager
+def layers_on_stderr() -> Iterator[ReportProgress]:
+    """Yield a function that tells which layer is worked on: a bar on a terminal, else a line at times."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if not sys.stderr.isatty():
+        yield _printed_layers()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("reading the model", total=None)
+
+        def report(step: LayerProgress) -> None:
+            bar.update(task, description=step.stage, completed=step.index, total=step.count)
+            if step.stage == "done":
+                bar.stop()
+
+        yield report
+
+
+def _printed_layers() -> ReportProgress:
+    told = 0.0
+
+    def report(step: LayerProgress) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < _SECONDS_BETWEEN_LINES and step.stage != "done":
+            return
+        told = now
+        print(f"note: {step.stage}, part {step.index + 1} of {step.count}", file=sys.stderr)
+
+    return report
+
+
+def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
+    from ..ds_configs.measurement import printable
+    from ..ds_configs.quantization.sizes import bits_per_weight, tensor_bytes
+    from ..ds_configs.units import gigabytes
+    from .show import console
+
+    memory, scheme = prepared.memory, prepared.scheme
+    dense = tensor_bytes(prepared.source.tensors.values())
+    bits = (
+        None
+        if prepared.resolved.method in ("spqr", "low-rank")
+        else bits_per_weight(scheme, prepared.layers, dtype=prepared.source.dtype)
+    )
+    if as_json:
+        found = {
+            "schema_version": 1,
+            "model": prepared.source.name,
+            "scheme": asdict(scheme) | {"format": scheme.format},
+            "method": prepared.resolved.method,
+            "method_reason": prepared.resolved.method_reason,
+            "settings": prepared.settings.model_dump(),
+            "layers": [layer.name for layer in prepared.layers],
+            "calibration_samples": len(prepared.calibration),
+            "memory": asdict(memory) | {"peak_host_bytes": memory.peak_host_bytes,
+                                        "peak_device_bytes": memory.peak_device_bytes},
+            "dense_bytes": dense,
+            "checkpoint_bytes": prepared.checkpoint_bytes,
+            "bits_per_weight": bits,
+        }  # fmt: skip
+        print(json.dumps(found, default=str))
+        return
+    out = console()
+    reason = prepared.resolved.method_reason
+    chosen = "" if reason == "named" else f" ({reason})"
+    width = "" if bits is None else f", {bits:.2f} bits for each of their weights"
+    lines = [
+        f"{printable(prepared.source.name)}  {scheme.name} by {prepared.resolved.method}{chosen}",
+        f"{len(prepared.layers)} of {len(prepared.source.layers)} linear layers{width}",
+        f"checkpoint {gigabytes(prepared.checkpoint_bytes)} GB, {gigabytes(dense)} GB before",
+        f"peak memory of the host {gigabytes(memory.peak_host_bytes)} GB, fullest while {memory.phase}: "
+        + _largest(memory.host_terms),
+    ]
+    if memory.device_terms:
+        lines.append(
+            f"peak memory of the accelerator {gigabytes(memory.peak_device_bytes)} GB: {_largest(memory.device_terms)}"
+        )
+    for line in lines:
+        out.print(line, markup=False)
+
+
+def _largest(terms: Any) -> str:
+    from ..ds_configs.units import gigabytes
+
+    ranked = sorted(terms.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name.replace('_', ' ')} {gigabytes(size)}" for name, size in ranked)
+
+
+def show_outcome(outcome: Outcome, output_dir: Path) -> None:
+    """Print what was verified and what it cost."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..ds_configs.measurement import printable
+    from ..trainers.evaluation.report import rows, verdict
+    from ..trainers.quantization.report import file_names
+    from .show import console
+
+    out, evaluation = console(), outcome.evaluation
+    out.print(Text(printable(outcome.prepared.source.name), style="bold"), f"as {outcome.prepared.scheme.name}")
+    for name, value in outcome.verification.facts():
+        out.print(f"  {name}: {value}", markup=False)
+    if evaluation is not None:
+        out.print()
+        table = Table(box=None, pad_edge=False)
+        table.add_column("")
+        for name in ("quantized", "before", "difference"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows(evaluation):
+            table.add_row(row.name, Text(row.model, style="bold"), row.baseline, row.difference)
+        out.print(table)
+        out.print()
+        out.print(Text(verdict(evaluation)))
+    names = ", ".join(file_names(evaluated=evaluation is not None))
+    out.print(Text(f"Checkpoint in {printable(str(output_dir))}, with {names}"))

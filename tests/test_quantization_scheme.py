@@ -1,0 +1,260 @@
+"""Schemes: the presets are upstream's, changes are checked together, and layers match as compressed-tensors matches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+from compressed_tensors.utils.match import match_named_modules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.quantization.combinations import combination_faults
+from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
+from shardwright.ds_configs.quantization.layers import (
+    LinearLayer,
+    legal_group_sizes,
+    scheme_faults,
+    scheme_remarks,
+    selected_layers,
+)
+from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, changed, scheme_named
+from transformers import LlamaConfig, LlamaForCausalLM
+
+COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
+OWN = {"W2A16_ASYM", "W3A16_ASYM", "W8A16_ASYM", "W8A8_STATIC", "NF4", "BNB_INT8"}
+DOCUMENT = Path(__file__).parent.parent / "docs" / "quantization_schemes.md"
+
+
+def small_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def linear_layers(model: torch.nn.Module) -> list[LinearLayer]:
+    return [
+        LinearLayer(name=name, out_features=module.out_features, in_features=module.in_features, is_head="head" in name)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+
+
+MODEL = small_llama()
+LAYERS = linear_layers(MODEL)
+
+
+def test_every_upstream_preset_is_here_and_only_ours_are_added():
+    assert set(PRESET_SCHEMES) - set(PRESETS) == {"UNQUANTIZED"}
+    assert set(PRESETS) - set(PRESET_SCHEMES) == OWN
+
+
+@pytest.mark.parametrize("name", [name for name in PRESET_SCHEMES if name != "UNQUANTIZED"])
+def test_presets_equal_upstreams_field_by_field(name):
+    ours = UpstreamScheme.model_validate(config_group(PRESETS[name])).model_dump(exclude={"format"})
+    assert ours == preset_name_to_scheme(name, ["Linear"]).model_dump(exclude={"format"})
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_format_is_the_one_upstream_infers(name):
+    upstream = UpstreamScheme.model_validate(config_group(PRESETS[name]) | {"format": None})
+    assert PRESETS[name].format == infer_module_format(torch.nn.Linear, upstream).value
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A8_STATIC", "FP8_BLOCK", "NVFP4", "MXFP4"])
+def test_quantization_config_is_what_upstream_writes(name, tmp_path):
+    scheme = PRESETS[name]
+    config = QuantizationConfig(
+        config_groups={"group_0": UpstreamScheme.model_validate(config_group(scheme))},
+        format=scheme.format,
+        quantization_status="compressed",
+        ignore=["lm_head"],
+    )
+    ModelCompressor(quantization_config=config).update_config(str(tmp_path))
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    assert quantization_config(scheme) == written
+
+
+@pytest.mark.parametrize("name", ["w4a16", "W4a16-Asym", "fp8-dynamic"])
+def test_names_are_found_in_either_case_with_hyphens(name):
+    assert scheme_named(name).name == name.upper().replace("-", "_")
+
+
+def test_unknown_name_offers_the_nearest():
+    with pytest.raises(UsageError, match="did you mean W4A16"):
+        scheme_named("W4A61")
+
+
+def test_changes_keep_what_is_not_named():
+    scheme = changed(PRESETS["W4A16"], group_size=32, symmetric=False, ignore=["lm_head", "re:.*down_proj"])
+    assert (scheme.weights.group_size, scheme.weights.symmetric, scheme.weights.bits) == (32, False, 4)
+    assert scheme.ignore == ("lm_head", "re:.*down_proj")
+    assert scheme.targets == ("Linear",)
+    assert changed(PRESETS["W4A16"]) == PRESETS["W4A16"]
+
+
+def test_group_size_decides_the_strategy_and_strategy_drops_it():
+    assert changed(PRESETS["W8A8"], group_size=64).weights.strategy == "group"
+    by_channel = changed(PRESETS["W4A16"], group_size=-1).weights
+    assert (by_channel.strategy, by_channel.group_size) == ("channel", None)
+    assert changed(PRESETS["W4A16"], strategy="tensor").weights.group_size is None
+
+
+def test_ranges_are_set_and_a_percentile_implies_its_method():
+    scheme = changed(PRESETS["W8A8_STATIC"], percentile=99.5)
+    assert scheme.activations is not None
+    assert (scheme.activations.range_method, scheme.activations.percentile) == ("percentile", 99.5)
+    l2 = changed(PRESETS["W8A8_STATIC"], ranges="l2")
+    assert config_group(l2)["input_activations"]["observer"] is None
+    assert config_group(PRESETS["W8A8_STATIC"])["input_activations"]["observer"] == "static_minmax"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fields"),
+    [
+        ("W4A16", {"bits": 9, "group_size": 0, "ranges": "kl"}, {"bits", "group_size", "ranges"}),
+        ("W8A8", {"ranges": "l2", "percentile": 99.0}, {"ranges", "percentile"}),
+        ("W8A8_STATIC", {"ranges": "l2", "percentile": 99.0}, {"percentile"}),
+        ("W8A8_STATIC", {"percentile": 20.0}, {"percentile"}),
+        ("FP8", {"symmetric": False, "ranges": "l2"}, {"symmetric", "ranges"}),
+        ("NVFP4", {"group_size": 32}, {"strategy"}),
+        ("MXFP4", {"group_size": -1}, {"strategy"}),
+        ("FP8_DYNAMIC", {"group_size": 128}, {"strategy"}),
+        ("W4A16", {"strategy": "block"}, {"strategy"}),
+        ("W4A16", {"strategy": "channel", "group_size": 64}, {"group_size"}),
+        ("NF4", {"group_size": 128}, {"scheme"}),
+        ("BNB_INT8", {"bits": 4}, {"scheme"}),
+        ("W4A16", {"targets": [], "ignore": ["re:("]}, {"targets", "ignore"}),
+    ],
+)
+def test_what_no_format_holds_is_refused_all_at_once(name, changes, fields):
+    with pytest.raises(UsageError) as error:
+        changed(PRESETS[name], **changes)
+    assert {fault.where for fault in error.value.faults} == fields
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(COMPRESSED),
+    bits=st.none() | st.integers(1, 9),
+    symmetric=st.none() | st.booleans(),
+    strategy=st.none() | st.sampled_from(WEIGHT_STRATEGIES),
+    group_size=st.none() | st.sampled_from([-1, 0, 16, 32, 48, 128]),
+)
+def test_whatever_is_accepted_upstream_accepts_too(name, bits, symmetric, strategy, group_size):
+    try:
+        scheme = changed(PRESETS[name], bits=bits, symmetric=symmetric, strategy=strategy, group_size=group_size)
+    except UsageError:
+        return
+    upstream = UpstreamScheme.model_validate(config_group(scheme) | {"format": None})
+    assert infer_module_format(torch.nn.Linear, upstream).value == scheme.format
+
+
+PARTS = ["model", "layers", "0", "1", "self_attn", "q_proj", "down_proj", "mlp", "lm_head", "Linear", "Module"]
+PATTERNS = st.one_of(
+    st.sampled_from([layer.name for layer in LAYERS] + ["Linear", "Module", "LlamaMLP", "model.layers.0"]),
+    st.lists(st.sampled_from([*PARTS, ".*", r"\.", ".", "$", "^", r"\d", "proj"]), max_size=4).map(
+        lambda parts: "re:" + "".join(parts)
+    ),
+    st.sampled_from(PARTS),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(targets=st.lists(PATTERNS, min_size=1, max_size=3), ignore=st.lists(PATTERNS, max_size=3))
+def test_layers_are_selected_as_upstream_selects_modules(targets, ignore):
+    scheme = changed(PRESETS["W4A16"], targets=targets, ignore=ignore)
+    matched = match_named_modules(MODEL, targets, ignore)
+    expected = [name for name, module in matched if isinstance(module, torch.nn.Linear)]
+    assert [layer.name for layer in selected_layers(scheme, LAYERS)] == expected
+
+
+def test_a_group_size_that_does_not_divide_lists_layers_and_legal_sizes():
+    faults = scheme_faults(PRESETS["W4A16"], LAYERS)
+    assert [fault.where for fault in faults] == ["group_size"]
+    assert "model.layers.0.self_attn.q_proj (192)" in faults[0].rule
+    assert "16, 32, 64" in faults[0].fix
+    assert legal_group_sizes(LAYERS) == (16, 32, 64)
+    assert scheme_faults(changed(PRESETS["W4A16"], group_size=64), LAYERS) == []
+    assert scheme_faults(changed(PRESETS["W4A16"], group_size=-1), LAYERS) == []
+
+
+def test_float_formats_offer_no_other_group_size():
+    odd = [LinearLayer(name="model.layers.0.up_proj", out_features=8, in_features=24)]
+    for name in ("NVFP4", "MXFP4", "MXFP8"):
+        (fault,) = scheme_faults(PRESETS[name], odd)
+        assert "FP8_DYNAMIC" in fault.fix
+    assert scheme_faults(PRESETS["FP8_BLOCK"], odd) == []
+
+
+def test_sizes_without_a_power_of_two_are_offered_too():
+    assert legal_group_sizes([LinearLayer(name="a", out_features=1, in_features=90)]) == (9, 10, 15, 18, 30, 45, 90)
+    assert legal_group_sizes([LinearLayer(name="a", out_features=1, in_features=7)]) == ()
+
+
+def test_a_tied_head_is_refused_and_an_untied_one_remarked_upon():
+    body = LinearLayer(name="model.layers.0.up_proj", out_features=128, in_features=128)
+    head = LinearLayer(name="lm_head", out_features=128, in_features=128, is_head=True, is_tied=True)
+    everything = changed(PRESETS["W4A16"], ignore=[])
+    (fault,) = scheme_faults(everything, [body, head])
+    assert fault.value == "lm_head"
+    assert scheme_faults(PRESETS["W4A16"], [body, head]) == []
+    untied = LinearLayer(name="lm_head", out_features=128, in_features=128, is_head=True)
+    assert scheme_faults(everything, [body, untied]) == []
+    assert any("lm_head" in remark for remark in scheme_remarks(everything, [body, untied]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "fix"),
+    [
+        ({"ignore": ["q_proj"]}, "ignore", "re:.*q_proj"),
+        ({"ignore": ["model.layers.0"]}, "ignore", r"re:model\.layers\.0\."),
+        ({"ignore": ["lm_heads"]}, "ignore", "did you mean lm_head"),
+        ({"targets": ["Liner"]}, "targets", "did you mean Linear"),
+        ({"targets": ["re:.*experts.*"]}, "targets", "model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_patterns_that_match_nothing_say_what_would(changes, field, fix):
+    faults = scheme_faults(changed(PRESETS["W4A16"], group_size=64, **changes), LAYERS)
+    assert [fault.where for fault in faults] == [field]
+    assert fix in faults[0].fix
+
+
+def test_a_suggested_pattern_matches_what_it_promises():
+    scheme = changed(PRESETS["W4A16"], group_size=64, ignore=[r"re:model\.layers\.0\.", "lm_head"])
+    assert {layer.name.split(".")[2] for layer in selected_layers(scheme, LAYERS)} == {"1"}
+
+
+def test_leaving_nothing_is_a_fault():
+    (fault,) = scheme_faults(changed(PRESETS["W4A16"], ignore=["Linear"]), LAYERS)
+    assert "no layer" in fault.rule
+
+
+def test_remarks_tell_of_wasted_bytes_and_missing_kernels():
+    assert any("one byte" in remark for remark in scheme_remarks(PRESETS["W4A8"], LAYERS))
+    assert any("3 bits" in remark for remark in scheme_remarks(PRESETS["W3A16"], LAYERS))
+    assert any("Machete" in remark for remark in scheme_remarks(changed(PRESETS["W4A16"], group_size=64), LAYERS))
+    assert scheme_remarks(PRESETS["W4A16"], LAYERS) == []
+
+
+def test_every_preset_is_sound():
+    assert {name: combination_faults(scheme) for name, scheme in PRESETS.items()} == {name: [] for name in PRESETS}
+
+
+def test_document_names_every_preset_with_its_format():
+    rows = {
+        line.split("|")[1].strip(" `"): line
+        for line in DOCUMENT.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    }
+    assert set(rows) == set(PRESETS)
+    assert all(f"`{PRESETS[name].format}`" in row for name, row in rows.items())

@@ -1,0 +1,40 @@
+"""The process behind `verify_checkpoint`: loads a checkpoint as a user would, and leaves what it answers in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+LOGITS, FACTS = "reloaded.safetensors", "reloaded.json"
+
+
+def main(directory: str, work: str, device: str) -> None:
+    """Load the checkpoint, run the probe, and write logits and what was missing or left over."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    probe = load_file(str(Path(work) / "probe.safetensors"))
+    model, found = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype="auto",
+        device_map={"": device},
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    model.eval()
+    answers = {}
+    with torch.inference_mode():
+        for name, ids_S in probe.items():
+            answers[name] = model(input_ids=ids_S[None].to(device)).logits[0].float().cpu().contiguous()
+    save_file(answers, str(Path(work) / LOGITS))
+    facts = {
+        key: sorted(map(str, found.get(key) or ())) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
+    (Path(work) / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

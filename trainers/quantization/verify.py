@@ -1,0 +1,161 @@
+"""Proves a written checkpoint: a fresh process loads it, and it must answer as the model in memory did."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.quantization.scheme import QuantizationScheme
+from .reload_worker import FACTS, LOGITS
+
+TOLERANCE = 1e-3
+"""Largest difference of a logit; both sides compute in the checkpoint's own type on the same device."""
+REASON_FILE = "FAILED.txt"
+_SHOWN_KEYS = 5
+_LONGEST_SECONDS = 6 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceLogits:
+    """What the model in memory answers to a few tokens."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    """Token ids of each row."""
+    logits: tuple[Any, ...]
+    """fp32 [S, V] of each row."""
+    device: str
+    """Where they were computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was found in a written checkpoint."""
+
+    faults: tuple[str, ...]
+    """Everything wrong with it; empty when it passed."""
+    largest_logit_difference: float | None
+    """Against the model in memory; `None` when it did not load."""
+    compared_tokens: int
+    """Tokens whose logits were compared."""
+    packed_layers: int
+    """Layers whose stored tensors are as the scheme says."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    @property
+    def reason(self) -> str:
+        """Everything wrong in one line."""
+        return "; ".join(self.faults)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what was checked, for tables."""
+        difference = self.largest_logit_difference
+        return [
+            ("reloaded in a fresh process", "no key missing or left over"),
+            (
+                "largest difference of a logit",
+                f"{difference:g} on {self.compared_tokens:,} tokens (allowed {TOLERANCE:g})",
+            ),
+            ("matrices stored as the scheme says", f"{self.packed_layers:,}"),
+        ]
+
+
+def reference_logits(model: Any, token_rows: Sequence[Sequence[int]]) -> ReferenceLogits:
+    """Let the model in memory answer."""
+    import torch
+
+    device = next(model.parameters()).device
+    logits = []
+    with torch.inference_mode():
+        for row in token_rows:
+            ids_1S = torch.tensor([list(row)], device=device)
+            logits.append(model(input_ids=ids_1S).logits[0].float().cpu().contiguous())
+    return ReferenceLogits(tokens=tuple(map(tuple, token_rows)), logits=tuple(logits), device=str(device))
+
+
+def verify_checkpoint(
+    directory: Path,
+    *,
+    reference: ReferenceLogits,
+    layers: Sequence[LinearLayer],
+    scheme: QuantizationScheme,
+    tolerance: float = TOLERANCE,
+    timeout_seconds: float = _LONGEST_SECONDS,
+) -> Verification:
+    """Load a checkpoint in a fresh process and compare keys, stored layout and logits."""
+    faults = _layout_faults(directory, layers, scheme)
+    packed = len(layers) - len(faults)
+    difference = None
+    with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as work:
+        failure = _reload(directory, Path(work), reference, timeout_seconds)
+        if failure:
+            faults.append(failure)
+        else:
+            found = json.loads((Path(work) / FACTS).read_text(encoding="utf-8"))
+            for key, names in found.items():
+                if names:
+                    shown = ", ".join(names[:_SHOWN_KEYS])
+                    faults.append(f"{len(names)} {key.replace('_', ' ')} when reloaded: {shown}")
+            difference = _largest_difference(Path(work) / LOGITS, reference)
+            if not difference <= tolerance:
+                faults.append(f"reloaded logits differ by {difference:g}, more than {tolerance:g}")
+    return Verification(
+        faults=tuple(faults),
+        largest_logit_difference=difference,
+        compared_tokens=sum(map(len, reference.tokens)),
+        packed_layers=packed,
+    )
+
+
+def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_seconds: float) -> str | None:
+    import torch
+    from safetensors.torch import save_file
+
+    probe = {str(index): torch.tensor(row) for index, row in enumerate(reference.tokens)}
+    save_file(probe, str(work / "probe.safetensors"))
+    command = [sys.executable, "-m", f"{__package__}.reload_worker", str(directory), str(work), reference.device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it was not loaded and run within {timeout_seconds:.0f} s"
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+    return f"it cannot be loaded and run: {lines[-1] if lines else f'exit code {done.returncode}'}"
+
+
+def _largest_difference(file: Path, reference: ReferenceLogits) -> float:
+    from safetensors.torch import load_file
+
+    answers = load_file(str(file))
+    largest = [(answers[str(index)] - logits).abs().max() for index, logits in enumerate(reference.logits)]
+    return max(float(value) for value in largest)
+
+
+def _layout_faults(directory: Path, layers: Sequence[LinearLayer], scheme: QuantizationScheme) -> list[str]:
+    from ...plugins.compressed_layout import layout_faults
+
+    return layout_faults(directory, scheme, layers)
+
+
+def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:
+    """Keep a checkpoint that did not pass under a name that says so, with the reason in it; return where."""
+    place = output_dir.with_name(f"{output_dir.name}.failed")
+    number = 2
+    while place.exists():
+        place = output_dir.with_name(f"{output_dir.name}.failed-{number}")
+        number += 1
+    (staging / REASON_FILE).write_text("\n".join(verification.faults) + "\n", encoding="utf-8")
+    staging.rename(place)
+    place.chmod(0o755)
+    return place
