@@ -101,7 +101,7 @@ def shared_llama(tmp_path_factory: Any) -> TrainedLlama:
 
 @functools.cache
 def trained_llama(parent: Path) -> TrainedLlama:
-    """Train on the help topics that ship with Python, in a directory below `parent`; or load what lies there already."""
+    """Train on the help topics that ship with Python, below `parent`, or load what lies there already."""
     from filelock import FileLock
     from safetensors.torch import load_file
     from transformers import AutoTokenizer, LlamaForCausalLM

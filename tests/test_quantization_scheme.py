@@ -26,6 +26,7 @@ from shardwright.ds_configs.quantization.layers import (
     selected_layers,
 )
 from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, changed, scheme_named
+from shardwright.ds_configs.quantization.sizes import bits_per_weight
 from transformers import LlamaConfig, LlamaForCausalLM
 
 COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
@@ -51,6 +52,10 @@ def linear_layers(model: torch.nn.Module) -> list[LinearLayer]:
 
 MODEL = small_llama()
 LAYERS = linear_layers(MODEL)
+
+
+def bits_in(row: str) -> float:
+    return float(row.split("|")[4])
 
 
 def test_every_upstream_preset_is_here_and_only_ours_are_added():
@@ -254,7 +259,10 @@ def test_document_names_every_preset_with_its_format():
     rows = {
         line.split("|")[1].strip(" `"): line
         for line in DOCUMENT.read_text(encoding="utf-8").splitlines()
-        if line.startswith("| `")
+        if line.startswith("| `") and line.count("|") == 7
     }
     assert set(rows) == set(PRESETS)
     assert all(f"`{PRESETS[name].format}`" in row for name, row in rows.items())
+    matrix = [LinearLayer(name="x", out_features=4096, in_features=4096)]
+    for name, row in rows.items():
+        assert bits_in(row) == pytest.approx(bits_per_weight(PRESETS[name], matrix), abs=5e-4)

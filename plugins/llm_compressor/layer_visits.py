@@ -1,0 +1,143 @@
+"""Second moments of each linear layer's inputs by llm-compressor's sequential pipeline, for methods of our own.
+
+Seen with 0.14.0.1: `oneshot` takes a modifier of any class, runs the model one decoder layer at a time, calls
+`on_sequential_epoch_end` when a layer has seen all samples, and then passes the samples through the changed layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from ..quantized_model import ReportProgress
+from .fixes import all_fixes
+from .progress import Steps, count_parts
+from .quiet import named_by_directory, quiet_upstream
+
+VisitLayer = Callable[[str, Any, Any], Any]
+"""From a layer's name, weight and mean of `x xᵀ` (`None` for a layer that saw no input) to its new weight."""
+
+
+def visit_layers(
+    model: Any,
+    tokenizer: Any,
+    names: Collection[str],
+    *,
+    calibration: Sequence[Mapping[str, Sequence[int]]],
+    batch_size: int,
+    visit: VisitLayer,
+    finish_part: Callable[[int], None],
+    finished_parts: int,
+    report: ReportProgress,
+) -> None:
+    """Replace the weights of linear layers, one decoder layer after another; each sees its changed predecessors.
+
+    Args:
+        model: Transformers model; changed in place.
+        tokenizer: Asked for by `oneshot`; may be `None`.
+        names: Modules to visit.
+        calibration: Samples with `input_ids`.
+        batch_size: Samples of one forward pass.
+        visit: Returns the new weight of a layer.
+        finish_part: Told the number of a part of the model when its layers were visited.
+        finished_parts: Parts whose layers have their new weights already.
+        report: Told about every part.
+    """
+    from llmcompressor import oneshot
+    from llmcompressor.core import reset_session
+
+    steps = Steps((count_parts(model),), report)
+    modifier = _modifier_class()()
+    modifier.attach(names=names, visit=visit, finish_part=finish_part, finished_parts=finished_parts, steps=steps)
+    with quiet_upstream(), all_fixes(), named_by_directory(model):
+        reset_session()
+        try:
+            oneshot(
+                model=model,
+                # `oneshot` demands a processor for any data, and does not use it on tokens.
+                processor=tokenizer or object(),
+                recipe=[modifier],
+                dataset=_batches(calibration, batch_size),
+            )
+        finally:
+            modifier.remove_hooks()
+            reset_session()
+            vars(model).pop("save_pretrained", None)
+    model.eval()
+    steps.done()
+
+
+def _batches(calibration: Sequence[Mapping[str, Sequence[int]]], batch_size: int) -> Any:
+    """Return a DataLoader over batches of equal length: padding would count as text in second moments."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    by_length: dict[int, list[Any]] = {}
+    for sample in calibration:
+        by_length.setdefault(len(sample["input_ids"]), []).append(torch.tensor(list(sample["input_ids"])))
+    batches = []
+    for rows in by_length.values():
+        for start in range(0, len(rows), batch_size):
+            ids_BS = torch.stack(rows[start : start + batch_size])
+            batches.append({"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS)})
+    return DataLoader(batches, batch_size=None)
+
+
+def _modifier_class() -> type[Any]:
+    import torch
+    from compressed_tensors.utils import get_execution_device, update_offload_parameter
+    from llmcompressor.modifiers import Modifier
+
+    class VisitModifier(Modifier):
+        """Collects second moments and hands each layer's to the visitor."""
+
+        requires_calibration_data: bool = True
+
+        def attach(self, **settings: Any) -> None:
+            # Around pydantic, which knows the modifier's own fields alone.
+            for name, value in (settings | {"part": 0, "sums": {}, "counts": {}}).items():
+                object.__setattr__(self, name, value)
+
+        def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+            object.__setattr__(self, "found", {name: state.model.get_submodule(name) for name in self.names})
+            return True
+
+        def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+            for name, module in self.found.items():
+                self.register_hook(module, self._add_inputs(name), "forward")
+            self.steps.tell(0, 0, "calibrating")
+
+        def _add_inputs(self, name: str) -> Callable[..., None]:
+            def hook(module: Any, arguments: tuple[Any, ...], output: Any) -> None:
+                if self.part < self.finished_parts:
+                    return
+                inputs_TI = arguments[0].detach().flatten(0, -2).float()
+                if name not in self.sums:
+                    size, device = inputs_TI.shape[-1], get_execution_device(module)
+                    self.sums[name] = torch.zeros(size, size, device=device)
+                    self.counts[name] = 0
+                self.sums[name].addmm_(inputs_TI.t(), inputs_TI)
+                self.counts[name] += len(inputs_TI)
+
+            return hook
+
+        def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: Any) -> None:
+            part, here = self.part, {id(module) for module in modules}
+            object.__setattr__(self, "part", part + 1)
+            names = tuple(name for name, module in self.found.items() if id(module) in here)
+            if part < self.finished_parts:
+                self.steps.tell(0, part, "restored", names)
+                return
+            self.steps.tell(0, part, "quantizing", names)
+            for name in names:
+                module, count = self.found[name], self.counts.pop(name, 0)
+                hessian_II = self.sums.pop(name).div_(count) if count else None
+                weight_OI = self.visit(name, module.weight.detach(), hessian_II)
+                update_offload_parameter(module, "weight", weight_OI)
+            self.finish_part(part)
+            self.steps.tell(0, part, "propagating", names)
+
+        def on_calibration_end(self, state: Any, event: Any, **kwargs: Any) -> None:
+            self.remove_hooks()
+
+    return VisitModifier

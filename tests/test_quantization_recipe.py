@@ -1,0 +1,220 @@
+"""Settings of `quantize`, the recipes that state them, and which method works with which scheme."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
+from shardwright.cli.main import run
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.quantization.config_json import config_group
+from shardwright.ds_configs.quantization.methods import (
+    METHOD_NAMES,
+    METHODS,
+    combination_with_method_faults,
+    default_method,
+    needs_calibration,
+)
+from shardwright.ds_configs.quantization.recipe import (
+    QuantizeSettings,
+    parse_recipe,
+    quantize_settings,
+    read_recipe,
+    recipe_names,
+    resolve_quantization,
+)
+from shardwright.ds_configs.quantization.scheme import PRESETS, changed
+
+ASKED_FOR = {
+    "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant-gptq", "w8a8-static-l2", "fp8-dynamic", "nvfp4", "w3-spqr", "nf4",
+    "w4a16-rtn",
+}  # fmt: skip
+
+
+def resolved(**flags):
+    return resolve_quantization(quantize_settings(flags))
+
+
+def faults_of(**flags) -> dict[str, str]:
+    with pytest.raises(UsageError) as error:
+        resolved(**flags)
+    return {fault.where: str(fault) for fault in error.value.faults}
+
+
+def test_gallery_holds_a_recipe_for_every_way_to_serve():
+    assert set(recipe_names()) >= ASKED_FOR
+    used = {resolve_quantization(quantize_settings({}, recipe=read_recipe(name))).method for name in recipe_names()}
+    assert used >= {"rtn", "gptq", "awq", "smoothquant-gptq", "spqr", "bitsandbytes"}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_state_purpose_command_assumptions_and_source(name):
+    recipe = read_recipe(name)
+    header = [line.removeprefix("# ") for line in recipe.text.splitlines() if line.startswith("#")]
+    assert recipe.purpose == header[0]
+    assert recipe.purpose.endswith(".")
+    assert header[1] == f"Run: shardwright quantize MODEL --config {name} --output-dir OUT"
+    assert [line.split(" ")[0].rstrip(":") for line in header[2:]] == ["Assumes", "Source"]
+    assert all(len(line) <= 120 for line in recipe.text.splitlines())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_are_settings_that_fit_together_and_load_upstream(name):
+    run_settings = resolve_quantization(quantize_settings({}, recipe=read_recipe(name)))
+    assert run_settings.method_reason == "named"
+    if run_settings.scheme.storage == "compressed-tensors":
+        UpstreamScheme.model_validate(config_group(run_settings.scheme))
+
+
+@pytest.mark.parametrize("name", ["w4a16-gptq", "w4a16-awq", "w8a8-smoothquant-gptq"])
+def test_options_of_recipes_are_options_of_the_engines_modifiers(name):
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+    known = {name for kind in (GPTQModifier, AWQModifier, SmoothQuantModifier) for name in kind.model_fields}
+    assert set(quantize_settings({}, recipe=read_recipe(name)).method_options) <= known
+
+
+def test_later_sources_win():
+    recipe = parse_recipe("mine", "scheme: W8A16\nseq-len: 128\nnum_samples: 4\nseed: 1\n")
+    environment = {"SHARDWRIGHT_QUANTIZE_NUM_SAMPLES": "8", "SHARDWRIGHT_QUANTIZE_SEED": "2", "SHARDWRIGHT_SEED": "9"}
+    settings = quantize_settings({"seed": 3, "method": None, "output_dir": "x"}, recipe=recipe, environment=environment)
+    assert (settings.scheme, settings.seq_len, settings.num_samples, settings.seed) == ("W8A16", 128, 8, 3)
+    assert settings.batch_size == QuantizeSettings.model_fields["batch_size"].default
+
+
+def test_lists_may_be_written_as_lists_or_with_commas():
+    listed = parse_recipe("mine", "ignore:\n  - lm_head\n  - re:.*gate\n")
+    assert quantize_settings({}, recipe=listed).ignore == ("lm_head", "re:.*gate")
+    assert quantize_settings({"ignore": "lm_head, re:.*gate"}).ignore == ("lm_head", "re:.*gate")
+    assert quantize_settings({"ignore": ("lm_head",)}).ignore == ("lm_head",)
+
+
+def test_unknown_keys_and_bad_values_come_together_with_the_nearest_names():
+    text = "shceme: W4A16\nnum_sample: 3\nseq_len: 0\nmethod: gtpq\nbatch_size: two\n"
+    with pytest.raises(UsageError) as error:
+        quantize_settings({}, recipe=parse_recipe("mine", text))
+    faults = {fault.where: fault for fault in error.value.faults}
+    assert set(faults) == {"shceme", "num_sample", "seq_len", "method", "batch_size"}
+    assert faults["shceme"].fix == "did you mean scheme?"
+    assert faults["num_sample"].fix == "did you mean num_samples?"
+    assert faults["method"].fix == "did you mean gptq?"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("- W4A16", "mapping"),
+        ("", "mapping"),
+        ("a: [", "not valid YAML"),
+        ("seq-len: 2\nseq_len: 3", "stated twice"),
+        ("scheme: !!python/object/apply:os.system [ls]", "not valid YAML"),
+    ],
+)
+def test_files_that_are_no_recipes_are_named(text, rule):
+    with pytest.raises(UsageError, match=rule):
+        parse_recipe("mine", text)
+
+
+def test_a_recipe_is_a_name_or_a_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("# Mine.\nscheme: W8A8\n", encoding="utf-8")
+    assert read_recipe(path).purpose == "Mine."
+    assert quantize_settings({}, recipe=read_recipe(str(path))).scheme == "W8A8"
+    with pytest.raises(UsageError, match="nearest: w4a16-gptq"):
+        read_recipe("w4a16-gtpq")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_recipe(path)
+    path.write_bytes(b"#" * (2**20 + 1))
+    with pytest.raises(UsageError, match="is over"):
+        read_recipe(path)
+
+
+def test_faults_of_scheme_method_and_data_come_together():
+    found = faults_of(scheme="W4A16", method="smoothquant", ranges="l2", group_size=0)
+    assert set(found) == {"ranges", "group_size", "method"}
+    assert set(faults_of(scheme="W4A16", method="gptq")) == {"dataset"}
+    assert "ranges are stored" in faults_of(scheme="W8A8_STATIC", method="rtn")["dataset"]
+    assert resolved(scheme="W8A8_STATIC", method="rtn", dataset="python-help").method == "rtn"
+    assert resolved(scheme="W4A16", method="rtn").scheme.name == "W4A16"
+
+
+WORKS = {
+    "rtn": {"W4A16", "W8A8", "W8A8_STATIC", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"},
+    "gptq": {"W4A16", "W4A16_ASYM", "W8A8", "W8A8_STATIC", "FP8_DYNAMIC", "NVFP4"},
+    "awq": {"W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC"},
+    "smoothquant": {"W8A8", "W8A8_STATIC", "FP8_DYNAMIC"},
+    "smoothquant-gptq": {"W8A8", "W8A8_STATIC"},
+    "autoround": {"W4A16", "W2A16", "W3A16_ASYM"},
+    "spqr": {"W2A16", "W3A16", "W4A16"},
+    "low-rank": {"W3A16", "W8A16"},
+    "bitsandbytes": {"NF4", "BNB_INT8"},
+}
+FAILS = {
+    "rtn": {"NF4", "BNB_INT8"},
+    "gptq": {"NF4"},
+    "awq": {"FP8", "NF4"},
+    "smoothquant": {"W4A16", "NVFP4A16", "NF4"},
+    "smoothquant-gptq": {"W4A16"},
+    "autoround": {"W8A8_STATIC", "FP8", "NF4"},
+    "spqr": {"W8A16", "W4A8", "NVFP4A16", "NF4"},
+    "low-rank": {"W8A8", "FP8_DYNAMIC"},
+    "bitsandbytes": {"W4A16", "FP8"},
+}
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_methods_work_with_their_schemes_and_no_others(method):
+    assert [name for name in WORKS[method] if combination_with_method_faults(method, PRESETS[name])] == []
+    for name in FAILS[method]:
+        (fault,) = combination_with_method_faults(method, PRESETS[name])
+        assert (fault.where, fault.value) == ("method", method)
+        assert fault.fix
+
+
+def test_awq_takes_one_scale_for_the_tensor_when_it_compares_no_channels():
+    assert not combination_with_method_faults("awq", PRESETS["FP8"], {"duo_scaling": False})
+    assert combination_with_method_faults("awq", changed(PRESETS["W4A16"], strategy="tensor"))
+
+
+def test_fixes_name_schemes_that_work():
+    for method, names in FAILS.items():
+        for name in names:
+            (fault,) = combination_with_method_faults(method, PRESETS[name])
+            for word in fault.fix.replace(",", " ").replace(":", " ").split():
+                if word in PRESETS:
+                    assert not combination_with_method_faults(method, PRESETS[word]), (method, word)
+
+
+def test_every_method_is_described_once():
+    assert set(METHODS) == set(METHOD_NAMES)
+    assert {name for name in METHODS if not METHODS[name].needs_calibration} == {"rtn", "bitsandbytes"}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("has_dataset", [True, False])
+def test_the_default_method_fits_and_asks_for_no_text_that_is_missing(name, has_dataset):
+    method, reason = default_method(PRESETS[name], has_dataset=has_dataset)
+    assert reason
+    assert combination_with_method_faults(method, PRESETS[name]) == []
+    if not has_dataset and not PRESETS[name].activations_are_static:
+        assert not needs_calibration(method, PRESETS[name])
+
+
+def test_configs_lists_and_copies_recipes(capsys, tmp_path):
+    assert run(["configs", "ls", "quantize", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["configs"]
+    assert [row["name"] for row in rows] == recipe_names()
+    assert {row["method"] for row in rows if row["name"] == "w3-spqr"} == {"spqr"}
+    assert run(["configs", "ls", "quantize"]) == 0
+    assert "w8a8-static-l2" in capsys.readouterr().out
+    assert run(["configs", "cp", "w4a16-gptq", str(tmp_path / "mine")]) == 0
+    copied = tmp_path / "mine" / "w4a16-gptq.yaml"
+    assert capsys.readouterr().out.strip() == str(copied)
+    assert copied.read_text(encoding="utf-8") == read_recipe("w4a16-gptq").text
+    assert run(["configs", "cp", "w4a16-gptq", str(tmp_path / "mine")]) == 2
+    assert run(["configs", "cp", "w4a16-gtpq", str(tmp_path / "other")]) == 2
+    assert "nearest: w4a16-gptq" in capsys.readouterr().err

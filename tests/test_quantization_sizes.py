@@ -1,0 +1,179 @@
+"""Computed tensors against those that compressed-tensors and bitsandbytes really write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors import compress_module
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, apply_quantization_config
+from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
+from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
+from shardwright.ds_configs.quantization.layers import LinearLayer, scheme_faults
+from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, changed
+from shardwright.ds_configs.quantization.sizes import (
+    DTYPE_BYTES,
+    SAFETENSORS_DTYPES,
+    bits_per_weight,
+    checkpoint_bytes,
+    checkpoint_tensors,
+    packed_tensors,
+    tensor_bytes,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
+
+
+def stored(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+
+
+def compressed_linear(scheme: QuantizationScheme, rows: int, columns: int, dtype: torch.dtype):
+    """One real linear layer, its scales made from its weight's largest value, after the real compressor."""
+    linear = torch.nn.Linear(columns, rows, bias=False, dtype=dtype)
+    initialize_module_for_quantization(linear, UpstreamScheme.model_validate(config_group(scheme)))
+    for name, parameter in linear.named_parameters():
+        if name.endswith("scale"):
+            parameter.data.fill_(0.01)
+    linear.quantization_status = QuantizationStatus.FROZEN
+    compress_module(linear)
+    return stored(linear.state_dict())
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize(("rows", "columns"), [(40, 256), (200, 384)])
+def test_every_preset_has_the_tensors_that_upstream_writes(name, rows, columns):
+    layer = LinearLayer(name="x", out_features=rows, in_features=columns)
+    expected = compressed_linear(PRESETS[name], rows, columns, torch.bfloat16)
+    assert packed_tensors(PRESETS[name], layer) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["W4A16", "W8A8", "W8A8_STATIC", "W4A8"]),
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    group_size=st.sampled_from([None, -1, 16, 32]),
+    rows=st.integers(1, 70),
+    groups=st.integers(1, 4),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)
+def test_changed_schemes_have_the_tensors_that_upstream_writes(name, bits, symmetric, group_size, rows, groups, dtype):
+    scheme = changed(PRESETS[name], bits=bits, symmetric=symmetric, group_size=group_size)
+    layer = LinearLayer(name="x", out_features=rows, in_features=groups * (scheme.weights.group_size or 24))
+    computed = packed_tensors(scheme, layer, str(dtype).removeprefix("torch."))
+    assert computed == compressed_linear(scheme, rows, layer.in_features, dtype)
+
+
+def test_a_scale_for_the_whole_tensor():
+    for symmetric in (True, False):
+        scheme = changed(PRESETS["W4A16"], strategy="tensor", symmetric=symmetric)
+        layer = LinearLayer(name="x", out_features=24, in_features=64)
+        assert packed_tensors(scheme, layer) == compressed_linear(scheme, 24, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_normal_floats_have_the_tensors_that_bitsandbytes_writes(dtype):
+    import bitsandbytes
+
+    linear = bitsandbytes.nn.Linear4bit(
+        256, 40, bias=False, quant_type="nf4", compress_statistics=False, compute_dtype=dtype
+    )
+    linear.weight.data = torch.randn(40, 256, dtype=dtype)
+    linear = linear.to("cpu")
+    layer = LinearLayer(name="x", out_features=40, in_features=256)
+    assert packed_tensors(PRESETS["NF4"], layer, str(dtype).removeprefix("torch.")) == stored(linear.state_dict())
+
+
+def test_eight_bit_rows_have_the_tensors_that_bitsandbytes_writes():
+    import bitsandbytes
+
+    linear = bitsandbytes.nn.Linear8bitLt(256, 40, bias=False, has_fp16_weights=False)
+    linear.weight.data = torch.randn(40, 256, dtype=torch.float16)
+    linear = linear.to("cpu")
+    layer = LinearLayer(name="x", out_features=40, in_features=256)
+    computed = packed_tensors(PRESETS["BNB_INT8"], layer)
+    assert {name: computed[name] for name in stored(linear.state_dict())} == stored(linear.state_dict())
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A8_STATIC", "NVFP4", "FP8_BLOCK"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_checkpoint_has_the_computed_tensors_and_bytes(name, tied):
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    layers = [
+        LinearLayer(name=name, out_features=module.out_features, in_features=module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    leave_out = {"lm_head.weight"} if tied else set()
+    source = {name: tensor for name, tensor in stored(model.state_dict()).items() if name not in leave_out}
+    scheme = PRESETS[name]
+    assert scheme_faults(scheme, layers) == []
+    apply_quantization_config(model, QuantizationConfig.model_validate(quantization_config(scheme)))
+    for module in model.modules():
+        compress_module(module)
+    written = {name: tensor for name, tensor in stored(model.state_dict()).items() if name not in leave_out}
+    assert checkpoint_tensors(scheme, layers, source) == written
+    assert checkpoint_bytes(scheme, layers, source) == tensor_bytes(written.values())
+
+
+def test_dense_tensors_are_saved_in_the_type_that_is_loaded():
+    source = {"embed.weight": ((8, 4), "float32"), "up.weight": ((4, 128), "float32"), "steps": ((1,), "int64")}
+    layers = [LinearLayer(name="up", out_features=4, in_features=128)]
+    tensors = checkpoint_tensors(PRESETS["W4A16"], layers, source, dtype="bfloat16")
+    assert tensors["embed.weight"] == ((8, 4), "bfloat16")
+    assert tensors["steps"] == ((1,), "int64")
+    assert "up.weight" not in tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Codes, then a 16-bit scale for each group: bits + 16 / 128, and 64 bytes of shape over 2**20 weights.
+        ("W4A16", 4 + 16 / 128 + 128 / 2**20),
+        ("W3A16", 3 + 16 / 128 + 128 / 2**20),
+        ("W4A16_ASYM", 4 + (16 + 4) / 128 + 128 / 2**20),
+        ("W8A8", 8 + 16 / 1024),
+        ("NVFP4A16", 4 + 8 / 16 + 32 / 2**20),
+        ("MXFP4A16", 4 + 8 / 32),
+        ("MXFP8A16", 8 + 8 / 32),
+        ("FP8_BLOCK", 8 + 16 / 128**2),
+    ],
+)
+def test_bits_per_weight_by_hand(name, expected):
+    layers = [LinearLayer(name="x", out_features=1024, in_features=1024)]
+    assert bits_per_weight(PRESETS[name], layers) == pytest.approx(expected, abs=1e-12)
+
+
+def test_bits_of_what_is_left_out_do_not_count():
+    layers = [LinearLayer(name=name, out_features=1024, in_features=1024) for name in ("x", "lm_head")]
+    assert bits_per_weight(PRESETS["W4A16"], layers) == bits_per_weight(PRESETS["W4A16"], layers[:1])
+
+
+def test_types_have_the_sizes_of_torch_and_names_of_safetensors():
+    from safetensors.torch import _TYPES
+
+    assert {name: getattr(torch, name).itemsize for name in DTYPE_BYTES} == dict(DTYPE_BYTES)
+    for name, header in SAFETENSORS_DTYPES.items():
+        assert _TYPES[header] is getattr(torch, name)
+
+
+def test_what_does_not_divide_is_refused_before_sizes_are_asked():
+    layer = LinearLayer(name="x", out_features=8, in_features=100)
+    assert scheme_faults(PRESETS["W4A16"], [layer])
+    with pytest.raises(UsageError):
+        changed(PRESETS["W4A16"], group_size=0)

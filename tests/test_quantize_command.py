@@ -1,0 +1,276 @@
+"""`shardwright quantize` as a user meets it: through the entry point, with real files and bad ones."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from shardwright.cli.main import run
+
+BRIEF = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "8", "--no-evaluate")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Return a Llama with 3 layers in bf16, random weights and a byte tokenizer."""
+    import torch
+    from shardwright.plugins.transformers import byte_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    directory = tmp_path_factory.mktemp("models") / "small"
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=384,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    byte_tokenizer(384).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def changed_model(model, tmp_path):
+    """Return a copy of the model that a test may damage."""
+    copy = tmp_path / "copied"
+    shutil.copytree(model, copy)
+    return copy
+
+
+def edit_config(directory: Path, **values) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def quantize(model: Path, output: Path, *more: str) -> int:
+    return run(["quantize", str(model), "--output-dir", str(output), *more])
+
+
+def test_a_checkpoint_loads_and_says_what_it_is(model, tmp_path, capsys):
+    before = contents(model)
+    output = tmp_path / "q"
+    assert quantize(model, output, "--scheme", "W4A16", *BRIEF, "--format", "json") == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["method"] == "gptq"
+    assert outcome["verification"]["largest_logit_difference"] <= 1e-3
+    assert len(outcome["quantized_layers"]) == 21
+    assert outcome["calibration"]["samples"] == 8
+    stored = json.loads((output / "config.json").read_text())["quantization_config"]
+    assert stored["format"] == "pack-quantized"
+    assert stored["quant_method"] == "compressed-tensors"
+    for name in ("model.safetensors", "tokenizer.json", "README.md", "REPORT.md", "quantization.json"):
+        assert (output / name).is_file()
+    written = b"".join(contents(output).values())
+    assert str(tmp_path).encode() not in written.replace(str(model).encode(), b""), "machine paths in the checkpoint"
+    assert contents(model) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"q"}
+
+
+def test_a_report_compares_with_the_model(model, tmp_path, capsys):
+    output = tmp_path / "q"
+    assert quantize(model, output, "--scheme", "W8A8", "--dataset", "python-help#40", "--seq-len", "32") == 0
+    shown = capsys.readouterr().out
+    assert "perplexity" in shown and "largest difference of a logit" in shown
+    report = (output / "REPORT.md").read_text()
+    assert "## What it cost" in report and "vllm serve" in report
+    found = json.loads((output / "quantization.json").read_text())
+    assert found["evaluation"]["baseline"]["perplexity"]["value"] > 1
+    assert "rows that no scale was found on" in found["evaluation"]["text"]["source"]
+    assert (output / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_dry_run_writes_nothing(model, tmp_path, capsys):
+    assert run(["quantize", str(model), "--scheme", "NVFP4A16", "--dry-run", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "rtn" and "no calibration text" in found["method_reason"]
+    assert found["bits_per_weight"] == pytest.approx(4.5, abs=0.01)
+    assert found["memory"]["peak_host_bytes"] > found["dense_bytes"]
+    assert not list(tmp_path.iterdir())
+
+
+def refused(model: Path, tmp_path: Path, capsys, code: int, *more: str, output: str = "q") -> str:
+    """Run a command that must fail with a code, one line for each fault, and nothing written."""
+    before = contents(model) if model.is_dir() else {}
+    there = {path.name for path in tmp_path.iterdir()}
+    assert quantize(model, tmp_path / output, *more) == code
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert {path.name for path in tmp_path.iterdir()} == there
+    assert (contents(model) if model.is_dir() else {}) == before
+    return "\n".join(line for line in captured.err.splitlines() if line.startswith("error: "))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--scheme", "W4A15"), ("W4A15", "names no quantization scheme", "W4A16")),
+        (
+            ("--group-size", "96", *BRIEF),
+            ("group_size = 96", "model.layers.0.self_attn.q_proj (128)", "16, 32, 64, 128"),
+        ),
+        (("--method", "smoothquant", *BRIEF), ("moves outliers out of rounded activations", "W8A8")),
+        (("--method", "gptq"), ("dataset", "needs calibration text")),
+        (("--scheme", "NF4", "--method", "gptq", *BRIEF), ("cannot write NF4", "bitsandbytes")),
+        (("--ignore", "modle.layers.0", *BRIEF), ("modle.layers.0", "matches no linear layer")),
+        (("--scheme", "W8A8", "--ranges", "kl", *BRIEF), ("needs stored ranges", "W8A8_STATIC")),
+        (("--method-option", "dampenig_frac=0.1", *BRIEF), ("dampenig_frac", "did you mean dampening_frac?")),
+        (("--method-option", "novalue", *BRIEF), ("novalue", "NAME=VALUE")),
+        (("--resume", *BRIEF), ("no journal", "drop --resume")),
+        (("--config", "w4a16-gtpq"), ("neither a recipe nor a file", "w4a16-gptq")),
+    ],
+)
+def test_flags_that_cannot_work(model, tmp_path, capsys, flags, words):
+    message = refused(model, tmp_path, capsys, 2, *flags)
+    for word in words:
+        assert word in message
+
+
+def test_all_faults_are_told_at_once(model, tmp_path, capsys):
+    message = refused(
+        model, tmp_path, capsys, 2, "--group-size", "96", "--ignore", "nothing", "--dataset", "nowhere.txt"
+    )
+    assert "group_size" in message and "nothing" in message and "nowhere.txt" in message
+
+
+def test_an_empty_calibration_set(model, tmp_path, capsys):
+    text = tmp_path / "empty.jsonl"
+    text.write_text('{"text": ""}\n')
+    message = refused(model, tmp_path, capsys, 2, "--dataset", str(text))
+    assert "has any text" in message
+
+
+def test_a_tied_head_must_stay_dense(changed_model, tmp_path, capsys):
+    edit_config(changed_model, tie_word_embeddings=True)
+    message = refused(changed_model, tmp_path, capsys, 2, "--ignore", "model.layers.0.mlp.up_proj", *BRIEF)
+    assert "lm_head" in message and "shares its weight" in message
+
+
+def test_what_is_quantized_already(changed_model, tmp_path, capsys):
+    edit_config(changed_model, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantized already (gptq)" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+
+
+def test_code_of_its_own(changed_model, tmp_path, capsys):
+    edit_config(changed_model, auto_map={"AutoModelForCausalLM": "modeling.Own"})
+    assert "code of its own" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+
+
+def test_pickled_weights_alone(changed_model, tmp_path, capsys):
+    (changed_model / "model.safetensors").rename(changed_model / "pytorch_model.bin")
+    assert "can run code" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+
+
+def test_nan_weights(changed_model, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(changed_model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, changed_model / "model.safetensors", metadata={"format": "pt"})
+    message = refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+    assert "model.layers.1.mlp.up_proj.weight" in message and "NaN" in message
+
+
+def test_a_truncated_file(changed_model, tmp_path, capsys):
+    weights = changed_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    assert "model.safetensors" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/outside.safetensors", "missing.safetensors"])
+def test_an_index_that_points_elsewhere(changed_model, tmp_path, capsys, shard):
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": shard}}
+    (changed_model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "outside.safetensors").write_bytes((changed_model / "model.safetensors").read_bytes())
+    assert "same directory" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+
+
+def test_the_output_is_the_model_or_full(model, changed_model, tmp_path, capsys):
+    assert run(["quantize", str(changed_model), "--output-dir", str(changed_model), "--force", *BRIEF]) == 2
+    assert "is the model itself" in capsys.readouterr().err
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    assert "not empty" in refused(model, tmp_path, capsys, 2, *BRIEF, output="other")
+    assert quantize(model, other, *BRIEF, "--force", "--scheme", "W8A16") == 0
+    assert (other / "notes.txt").read_text() == "mine"
+
+
+def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch):
+    import collections
+
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: collections.namedtuple("M", "available total")(10**6, 10**6))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    message = refused(model, tmp_path, capsys, 3, *BRIEF)
+    assert "host memory: needs" in message and "disk: the checkpoint takes" in message
+
+
+def test_a_disk_that_fills_up_while_writing(model, tmp_path, capsys, monkeypatch):
+    from transformers import PreTrainedModel
+
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    assert quantize(model, tmp_path / "q", "--scheme", "W8A16", *BRIEF) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_does_not_pass_is_kept_apart(model, tmp_path, capsys, monkeypatch):
+    from safetensors.torch import load_file, save_file
+    from shardwright.trainers.quantization import run as quantization_run
+
+    copy = quantization_run.copy_companions
+
+    def damage(source: Path, target: Path) -> None:
+        copy(source, target)
+        tensors = load_file(target / "model.safetensors")
+        tensors["model.layers.0.mlp.down_proj.weight_scale"] *= 1.5
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(quantization_run, "copy_companions", damage)
+    assert quantize(model, tmp_path / "q", "--scheme", "W4A16", "--method", "rtn", "--no-evaluate") == 1
+    message = capsys.readouterr().err
+    assert "reloaded logits differ" in message and "q.failed" in message
+    assert {path.name for path in tmp_path.iterdir()} == {"q.failed"}
+    assert "reloaded logits differ" in (tmp_path / "q.failed" / "FAILED.txt").read_text()
+
+
+def test_an_interrupted_run_goes_on_where_it_was(model, tmp_path):
+    """Ctrl-C in the middle: exit code 130, a journal, no output; `--resume` gives what an undisturbed run gives."""
+    flags = ("--scheme", "W4A16", "--dataset", "python-help", "--seq-len", "32", "--num-samples", "64", "--no-evaluate")
+    output, journal = tmp_path / "q", tmp_path / "q.journal"
+    command = [sys.executable, "-m", "shardwright", "quantize", str(model), *flags, "--output-dir", str(output)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(journal.glob("layer-*.safetensors")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert "--resume" in errors
+    assert {path.name for path in tmp_path.iterdir()} == {"q.journal"}
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert not journal.exists()
+    assert quantize(model, tmp_path / "whole", *flags) == 0
+    assert (output / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
