@@ -50,6 +50,8 @@ def train(student: Any, teacher: Any, config: DistillationConfig, samples: Any, 
             directory,
             per_device_train_batch_size=8,
             learning_rate=4e-3,
+            warmup_steps=min(20, steps),
+            adam_beta2=0.95,
             max_steps=steps,
             report_to="none",
             save_strategy="no",
@@ -74,9 +76,9 @@ def main(output: Path | None = None) -> None:
     kept = [document for index, document in enumerate(documents) if index % HELD_OUT]
     samples = pack(kept, tokenizer, SEQ_LEN)
     teacher = model(hidden_size=256, layers=2)
-    train(teacher, None, DistillationConfig(alpha=0.0), samples, steps=120)
+    train(teacher, None, DistillationConfig(alpha=0.0), samples, steps=150)
     student = model(hidden_size=128, layers=2)
-    train(student, teacher.eval(), DistillationConfig(alpha=0.9), samples, steps=150)
+    train(student, teacher.eval(), DistillationConfig(alpha=0.9), samples, steps=250)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for made, part in ((teacher, "teacher"), (student, "student")):

@@ -303,6 +303,25 @@ def small_run(source: Path, book: Path, **options: Any) -> Any:
     return evaluate_model(str(source), text=text, **options)
 
 
+def test_spqr_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
+    from shardwright.trainers.quantization.spqr_format import save_small_format
+    from shardwright.trainers.quantization.spqr_matrix import SpQROptions, spqr_quantize
+
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    name = "model.layers.0.mlp.up_proj"
+    weight = model.get_submodule(name).weight.detach()
+    matrix = spqr_quantize(weight, torch.eye(weight.shape[1]), SpQROptions(bits=4))
+    save_small_format(model, {name: matrix}, tmp_path / "small")
+    found = evaluate_model(
+        str(tmp_path / "small"), baseline=str(tiny_llama), text=TextRequest(files=(book,)), seq_len=64
+    )
+    assert found.model.quantization == "small format"
+    assert found.model.sizes.quantized_parameters == weight.numel()
+    assert found.model.sizes.bits_per_quantized_parameter == matrix.bits_per_weight
+    assert found.model.sizes.parameters == found.baseline.sizes.parameters
+    assert 0 < found.comparison.kl_nats_per_token.value < 0.01
+
+
 def test_requests_that_cannot_be_met_are_told_together(tiny_llama, book, tmp_path):
     with pytest.raises(UsageError) as caught:
         small_run(

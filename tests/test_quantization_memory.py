@@ -10,7 +10,7 @@ import torch
 from shardwright.ds_configs.dimensions import Dimensions
 from shardwright.ds_configs.quantization.layers import LinearLayer
 from shardwright.ds_configs.quantization.memory import PROCESS_BYTES, QuantizationMemory, estimate_quantization_memory
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from shardwright.plugins.byte_meter import ByteMeter
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 from shardwright.plugins.transformers import byte_tokenizer
@@ -38,12 +38,17 @@ def llama_layers(hidden: int, intermediate: int, count: int, key_values: int) ->
     return [*layers, LinearLayer(name="lm_head", out_features=VOCAB, in_features=hidden, is_head=True)]
 
 
+def preset(method: str, name: str) -> QuantizationScheme:
+    """The named scheme, with the small groups that SpQR is for."""
+    return changed(scheme_named(name), group_size=16) if method == "spqr" else scheme_named(name)
+
+
 def predict(method, scheme, samples, seq_len, batch, hidden, intermediate, count, key_values=4, **changes):
     layers = llama_layers(hidden, intermediate, count, key_values)
     weights = sum(layer.numel for layer in layers) + VOCAB * hidden + (2 * count + 1) * hidden
     given = {
         "layers": layers,
-        "scheme": scheme_named(scheme) if isinstance(scheme, str) else scheme,
+        "scheme": preset(method, scheme) if isinstance(scheme, str) else scheme,
         "method": method,
         "dimensions": Dimensions(
             num_layers=count,
@@ -72,6 +77,7 @@ METERED = [
     (("awq", "W4A16", 6, 64, 2, 256, 1024, 1), 7_663_288),
     (("rtn", "W8A8_STATIC", 8, 256, 2, 256, 512, 2), 17_556_182),
     (("rtn", "W4A16", 4, 64, 2, 512, 1536, 2), 20_070_376),
+    (("spqr", "W3A16", 4, 128, 1, 256, 512, 2), 8_648_976),
     (("smoothquant", "W8A8", 16, 128, 2, 256, 512, 2), 8_168_096),
 ]
 """Peak tensor bytes of run and save: method, scheme, samples, seq_len, batch, hidden, intermediate, layers."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import quantization_quality
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
@@ -154,7 +155,7 @@ def test_searched_ranges_beat_minmax_at_few_bits(losses, dense_N, bits, method):
 @torch.no_grad()
 def with_spqr(model: Any, rows_NS: torch.Tensor) -> float:
     """Put what SpQR stores in the place of every matrix inside the layers; return the average bits of a weight."""
-    from shardwright.trainers.quantization.spqr import spqr_quantize
+    from shardwright.trainers.quantization.spqr_matrix import spqr_quantize
 
     layers = {
         name: module for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)
@@ -193,3 +194,17 @@ def test_spqr_beats_rounding_at_three_bits_and_no_more_bits_in_all(llama, losses
     assert 3 < bits < 3 + 16 / 16 + 3 / 16
     assert_clearly_better(spqr, rounding)
     assert excess(spqr, dense_N)[0] < 0.5 * excess(rounding, dense_N)[0]
+
+
+def test_the_document_shows_the_figures_that_were_measured():
+    """Tables, picture and text come from one run of benchmarks/quantization_quality.py."""
+    facts, results = quantization_quality.stored()
+    document = quantization_quality.DOCUMENT.read_text(encoding="utf-8")
+    assert quantization_quality.updated(document, results) == document
+    assert [result.case for result in results] == quantization_quality.cases()
+    assert quantization_quality.PICTURE.read_bytes().startswith(b"\x89PNG")
+    for name in ("perplexity", "unigram_perplexity"):
+        assert f"{facts[name]:.1f}" in document
+    for result in results:
+        if result.case.group == "weights" and "W4" in result.case.scheme:
+            assert result.perplexity < 1.01 * facts["perplexity"]

@@ -10,6 +10,7 @@ bytes of the model's type:
     hessians            Σ in² · 4 over the matrices of one layer, each its own (`modifiers/gptq/base.py`)
     hessian_copies      one matrix: 3 · in² · 4 while it is stacked and while its columns are sorted, beside what the
                         matrix before left (`modifiers/gptq/helpers.py`, `base.py:290`)
+    small_format        Σ weights · (bits + 1) / 8: what SpQR and low-rank correction have finished
     awq_inputs          N · seq_len · (inputs of attention, MLP and every scaled projection) · d
     awq_attention       N · heads · seq_len² · d: outputs of attention are kept with its scores (`awq/base.py:638`)
     attention           heads · batch · seq_len² · (8 + d): scores in eager attention, and their softmax in fp32, which
@@ -27,15 +28,16 @@ from typing import Literal
 
 from ..dimensions import Dimensions
 from .layers import LinearLayer, selected_layers
-from .methods import MethodName, needs_calibration
+from .methods import METHODS, MethodName, needs_calibration
 from .scheme import QuantizationScheme
 from .sizes import DTYPE_BYTES, packed_tensors, scale_shape, tensor_bytes
 
 Terms = dict[str, int]
 Device = Literal["cpu", "cuda"]
 
-PROCESS_BYTES = 900 * 10**6
-"""Resident memory of Python with torch, Transformers and llm-compressor, measured on a CPU-only Linux host."""
+PROCESS_BYTES = 700 * 10**6
+"""Resident memory of Python with torch, Transformers and llm-compressor: 665 MB at the peak of a tiny GPTQ run on a
+CPU-only Linux host, rounded up; drivers of an accelerator come on top."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 _GPTQ_BLOCK_COLUMNS = 128
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
@@ -162,6 +164,8 @@ def estimate_quantization_memory(
         packed = sum(tensor_bytes(packed_tensors(scheme, layer, dtype).values()) for layer in run.chosen)
         phases = {"loading": (kept | {"packed_weights": packed}, {})}
     elif needs_calibration(method, scheme):
+        if METHODS[method].engine == "shardwright":
+            kept["small_format"] = sum(layer.numel for layer in run.chosen) * (scheme.weights.bits + 1) // 8
         cached = kept | {"tokens": 16 * num_samples * seq_len, "layer_inputs": _layer_input_bytes(run)}
         phases["calibrating"] = cached, _calibrating(run)
         phases["quantizing"] = cached, _quantizing(run)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...ds_configs.quantization.scheme import KNOWN_RANGES, ActivationQuantization, RangeMethod
-from .activation_ranges import ActivationHistogram, activation_range
+from .activation_histogram import ActivationHistogram
+from .activation_ranges import activation_range
 
 _PREFIX = "shardwright_"
 

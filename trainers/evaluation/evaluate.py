@@ -14,7 +14,7 @@ from ...ds_configs.units import gigabytes
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks
 from .estimates import exponential, token_mean
 from .inputs import Notify, checked_subjects, chosen_seq_len, default_device, shared_tokenizer
-from .loading import Subject, dense_elements, load_subject, local_directory
+from .loading import Subject, load_subject, local_directory
 from .result import KL_SHARES, Comparison, Evaluation, ModelResult, TextFacts
 from .speed import Speed, measure_speed
 from .stored_sizes import StoredSizes, stored_sizes
@@ -159,7 +159,7 @@ def _loaded(subject: Subject, run: _Run) -> tuple[Any, _Findings]:
     model = load_subject(subject, directory, dtype=run.dtype, device=run.device)
     run.on_progress(f"loading of the {subject.role}", 1, 1)
     dtype = str(model.dtype).removeprefix("torch.")
-    sizes = stored_sizes(directory, dense_elements(model, directory))
+    sizes = stored_sizes(directory)
     return model, _Findings(subject=subject, dtype=dtype, sizes=sizes)
 
 

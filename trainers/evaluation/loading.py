@@ -10,7 +10,7 @@ from typing import Any
 from ...ds_configs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.hub import ModelSource, read_model_source
 from ..text import TOKENIZER_FILES, load_tokenizer
-from .stored_sizes import SPQR_CODES, read_headers
+from .stored_sizes import SMALL_FORMAT
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
@@ -53,7 +53,7 @@ class Subject:
     def quantization(self) -> str | None:
         """The same with the format, where the configuration states one."""
         if self.quant_method is None:
-            return None
+            return "small format" if (Path(self.source.name) / SMALL_FORMAT).is_file() else None
         stated = self.source.config["quantization_config"].get("format")
         return self.quant_method if stated is None else f"{self.quant_method}, {stated}"
 
@@ -186,8 +186,8 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
             that was saved.
         ShardwrightError: Transformers cannot load it; names its reason.
     """
-    if is_spqr(directory):
-        return _load_spqr(directory, device)
+    if (directory / SMALL_FORMAT).is_file():
+        return _load_small_format(directory, dtype, device)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -220,26 +220,13 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
     return model
 
 
-def is_spqr(directory: Path) -> bool:
-    """Return whether a directory holds SpQR's small format."""
-    tensors, _ = read_headers(sorted(directory.glob("*.safetensors")))
-    return any(name.endswith(f".{SPQR_CODES}") for name in tensors)
-
-
-def dense_elements(model: Any, directory: Path) -> dict[str, int]:
-    """Return the elements of each linear layer where a checkpoint's own tensors do not tell them; else nothing."""
+def _load_small_format(directory: Path, dtype: str, device: str) -> Any:
     import torch
 
-    if not is_spqr(directory):
-        return {}
-    modules = model.named_modules()
-    return {name: module.weight.numel() for name, module in modules if isinstance(module, torch.nn.Linear)}
-
-
-def _load_spqr(directory: Path, device: str) -> Any:
     from ..quantization.spqr import load_spqr
 
-    return load_spqr(directory).to(device).eval()
+    model = load_spqr(directory).to(device).eval()
+    return model if dtype == "auto" else model.to(getattr(torch, dtype))
 
 
 def _one_line(error: Exception) -> str:

@@ -5,11 +5,12 @@ What belongs to a quantized matrix is told by tensor names:
     compressed-tensors 0.19.0   weight_packed or an 8-bit weight, with weight_scale, weight_zero_point, weight_shape, …
     bitsandbytes 0.50.2         weight (uint8 codes) with weight.absmax, weight.quant_map, …; int8 weight with SCB
     GPTQ, AWQ                   qweight with qzeros, scales, g_idx
-    SpQR of this package        spqr_codes and others that begin so
+    SpQR and low rank           what begins with spqr_ or low_rank_; `small_format.json` states the shapes
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,14 +63,18 @@ class StoredSizes:
     """Stored bits of these matrices, with scales, zero points and tables; `None` without any."""
 
 
-SPQR_CODES = "spqr_codes"
+SMALL_FORMAT = "small_format.json"
+"""Describes matrices of SpQR and of low-rank corrections beside their weight files."""
 
 
-def stored_sizes(directory: Path, elements: Mapping[str, int] | None = None) -> StoredSizes:
-    """Return the sizes of a checkpoint; `elements` of matrices by name, for formats that do not state them."""
+def stored_sizes(directory: Path) -> StoredSizes:
+    """Return the sizes of a checkpoint."""
     files = sorted(directory.glob("*.safetensors"))
     tensors, stated = read_headers(files)
-    return sizes_of(tensors, {**(elements or {}), **stated}, file_bytes=sum(file.stat().st_size for file in files))
+    if (directory / SMALL_FORMAT).is_file():
+        layers = json.loads((directory / SMALL_FORMAT).read_text(encoding="utf-8"))["layers"]
+        stated |= {name: math.prod(layer["shape"]) for name, layer in layers.items()}
+    return sizes_of(tensors, stated, file_bytes=sum(file.stat().st_size for file in files))
 
 
 def read_headers(files: list[Path]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
@@ -118,7 +123,7 @@ def _matrix_and_part(name: str, tensors: Mapping[str, StoredTensor]) -> tuple[st
         # bitsandbytes puts what describes the codes below the weight's own name.
         module, _, last = name.partition(".weight.")
         return module, f"weight.{last}"
-    if last in _PARTS or last.startswith("spqr_"):
+    if last in _PARTS or last.startswith(("spqr_", "low_rank_")):
         return module, last
     described = (f"{module}.weight_scale", f"{module}.SCB", f"{module}.weight.absmax")
     if last == "weight" and any(other in tensors for other in described):

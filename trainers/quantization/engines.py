@@ -38,7 +38,12 @@ def quantize_in_memory(
         from ...plugins.bitsandbytes_checkpoint import quantize_with_bitsandbytes
 
         return quantize_with_bitsandbytes(
-            prepared.source, prepared.scheme, device=device, options=prepared.settings.method_options
+            prepared.source.directory,
+            prepared.scheme,
+            layers=prepared.source.layers,
+            dtype=prepared.source.dtype,
+            device=device,
+            options=prepared.settings.method_options,
         )
     model = load_for_quantization(prepared.source, device=device)
     if engine == "auto-round":

@@ -172,6 +172,12 @@ def low_rank_residual(
     rows, columns = fit.weight_OI.shape
     best = candidate = fit.assemble(torch.zeros(rows, 0), torch.zeros(0, columns), None)
     least = fit.error(best)
+    if options.rank:
+        # Where the weight itself has large terms of low rank, correcting codes that had to hold them comes too late.
+        other = fit.assemble(*fit.product(fit.weight_OI), None)
+        error = fit.error(other)
+        if error < least:
+            best, candidate, least = other, other, error
     for _ in range(options.iterations):
         sparse_OI = fit.sparse_part(candidate)
         left_OK, right_KI = fit.product(fit.weight_OI - candidate.quantized() - sparse_OI)
@@ -192,7 +198,9 @@ class _Fit:
         self.weight_OI = weight_OI.float()
         self.hessian_II = self.root_II = self.upper_II = None
         self.sparse_count = int(options.sparse_fraction * weight_OI.numel())
-        self.group_size = weight_OI.shape[1] if options.group_size == -1 else min(options.group_size, weight_OI.shape[1])
+        self.group_size = (
+            weight_OI.shape[1] if options.group_size == -1 else min(options.group_size, weight_OI.shape[1])
+        )
         if hessian_II is not None:
             self.hessian_II = hessian_II.to(weight_OI.device).float()
             self.upper_II = inverse_factor(self.hessian_II, options.dampening)

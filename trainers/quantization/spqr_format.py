@@ -76,8 +76,9 @@ def load_small_format(directory: Path) -> Any:
     tensors = dict(_stored_tensors(directory))
     for layer, settings in description["layers"].items():
         tensors[f"{layer}.weight"] = read_matrix(layer, settings, tensors, where=str(directory)).dequantize()
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=config.dtype, trust_remote_code=False, output_loading_info=True
+    # The automatic class looks for a directory (transformers 5.17.0), the model's own takes tensors at hand.
+    model, found = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+        None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
     )
     faults = [
         Fault(where=str(directory), value=sorted(map(str, found[key]))[:3], rule=f"has {key.replace('_', ' ')}")
@@ -113,7 +114,9 @@ def matrix_settings(matrix: SmallMatrix) -> dict[str, Any]:
     return {"kind": "low-rank", **common, "symmetric": matrix.symmetric}
 
 
-def read_matrix(layer: str, settings: Mapping[str, Any], tensors: dict[str, torch.Tensor], *, where: str) -> SmallMatrix:
+def read_matrix(
+    layer: str, settings: Mapping[str, Any], tensors: dict[str, torch.Tensor], *, where: str
+) -> SmallMatrix:
     """Take a layer's tensors out of `tensors` and return its matrix, checked."""
     where = f"{where}: {layer}"
     prefix = "spqr_" if settings.get("kind") == "spqr" else "low_rank_"

@@ -1,0 +1,115 @@
+"""A histogram of activation values that grows with them, for the search of static ranges."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BINS = 8192
+_VALUES_AT_ONCE = 1 << 22
+
+
+class ActivationHistogram:
+    """Counts of activation values in a fixed number of bins, filled batch by batch.
+
+    Bin k covers [k·w, (k+1)·w) with `w` a power of two, for k from -bins/2 to bins/2 - 1. A value beyond the last bin
+    doubles `w` until it fits: neighbouring bins are added, so nothing is spread or lost. Because edges are multiples of
+    a power of two, the counts do not depend on how the data were divided into batches, nor on their order. The largest
+    magnitude uses more than half of its side, so at least bins/4 bins resolve it.
+    """
+
+    def __init__(self, *, bins: int = BINS) -> None:
+        """Create an empty histogram of `bins` bins, a multiple of 4."""
+        if bins <= 0 or bins % 4:
+            raise ValueError(f"bins = {bins} must be a positive multiple of 4")
+        self.bins = bins
+        self.tokens = 0
+        """Rows (vectors of one token) that were added."""
+        self.low = math.inf
+        """Smallest value seen."""
+        self.high = -math.inf
+        """Largest value seen."""
+        self._exponent: int | None = None
+        self._counts: Tensor | None = None
+
+    @property
+    def bin_width(self) -> float:
+        """Width of one bin; 0 before a value other than zero was seen."""
+        return 0.0 if self._exponent is None else math.ldexp(1.0, self._exponent)
+
+    @property
+    def count(self) -> int:
+        """Values that were added."""
+        return 0 if self._counts is None else int(self._counts.sum())
+
+    def add(self, values: Tensor) -> None:
+        """Count every element of `values`, whose last dimension holds the channels of one token.
+
+        Raises:
+            ValueError: a value is not finite.
+        """
+        import torch
+
+        if values.numel() == 0:
+            return
+        with torch.no_grad():
+            flat = values.detach().reshape(-1)
+            low, high = (float(bound) for bound in torch.aminmax(flat))
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise ValueError(f"activations between {low} and {high}: a range needs finite values")
+            self.low, self.high = min(self.low, low), max(self.high, high)
+            self.tokens += values.numel() // (values.shape[-1] if values.dim() else 1)
+            if self._counts is None:
+                self._counts = torch.zeros(self.bins, dtype=torch.int64, device=values.device)
+            self._grow(max(-low, high, 0.0))
+            for part in flat.split(_VALUES_AT_ONCE):
+                self._counts += torch.bincount(self._bins_of(part), minlength=self.bins).to(self._counts.device)
+
+    def occupied(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return bin numbers k, centres, and counts of the bins that hold anything, on the CPU; fp64 centres, int64.
+
+        Raises:
+            ValueError: nothing was added.
+        """
+        import torch
+
+        if self._counts is None:
+            raise ValueError("no activations were observed: was the layer reached by the calibration data?")
+        counts = self._counts.cpu()
+        index_B = counts.nonzero().flatten()
+        number_B = index_B - self.bins // 2
+        centre_B = (number_B.to(torch.float64) + 0.5) * self.bin_width
+        return number_B, centre_B.clamp(self.low, self.high), counts[index_B]
+
+    def _bins_of(self, values: Tensor) -> Tensor:
+        import torch
+
+        exponent = 0 if self._exponent is None else self._exponent
+        # Scaling by a power of two is exact in fp32 except near its smallest numbers; fp64 covers those as well.
+        wide = values.to(torch.float64 if exponent < -100 or values.dtype == torch.float64 else torch.float32)
+        numbers = torch.floor(wide * math.ldexp(1.0, -exponent)).to(torch.int64)
+        return numbers + self.bins // 2
+
+    def _grow(self, magnitude: float) -> None:
+        if magnitude == 0.0:
+            return
+        # Smallest exponent with magnitude < bins/2 · 2^exponent.
+        needed = math.frexp(magnitude / (self.bins // 2))[1]
+        if self._exponent is None:
+            self._exponent = needed
+        while self._exponent < needed:
+            self._halve_resolution()
+
+    def _halve_resolution(self) -> None:
+        import torch
+
+        assert self._counts is not None
+        assert self._exponent is not None
+        merged = torch.zeros_like(self._counts)
+        quarter = self.bins // 4
+        merged[quarter : self.bins - quarter] = self._counts.view(-1, 2).sum(dim=1)
+        self._counts = merged
+        self._exponent += 1

@@ -1,0 +1,125 @@
+"""`W ≈ L·R + Q + S` against singular value decompositions of its own, and its place in a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.trainers.quantization.hessians import weighted_error
+from shardwright.trainers.quantization.low_rank_residual import LowRankOptions, low_rank_residual
+from shardwright.trainers.quantization.spqr import load_spqr, quantize_with_low_rank
+from test_spqr import correlated, logits, samples, small_model
+
+PLAIN = LowRankOptions(bits=3, group_size=32)
+
+
+def error(weight_OI, hessian_II, **changes) -> float:
+    matrix = low_rank_residual(weight_OI, hessian_II, LowRankOptions(**{"bits": 3, "group_size": 32, **changes}))
+    return weighted_error(matrix.dequantize().float() - weight_OI.float(), hessian_II)
+
+
+@pytest.mark.parametrize("with_hessian", [False, True])
+def test_the_error_falls_with_the_rank_and_with_the_sparse_part(with_hessian):
+    weight_OI, hessian_II = correlated(96, 128)
+    hessian = hessian_II if with_hessian else None
+    by_rank = [error(weight_OI, hessian, rank=rank) for rank in (0, 4, 16, 64)]
+    assert by_rank == sorted(by_rank, reverse=True)
+    assert by_rank[3] < 0.5 * by_rank[0]
+    by_share = [error(weight_OI, hessian, rank=4, sparse_fraction=share) for share in (0.0, 0.01, 0.05)]
+    assert by_share == sorted(by_share, reverse=True)
+
+
+def test_rank_zero_without_hessian_is_plain_rounding():
+    weight_OI, _ = correlated(8, 64)
+    matrix = low_rank_residual(weight_OI, None, LowRankOptions(bits=3, group_size=32, rank=0))
+    groups = weight_OI.float().view(8, 2, 32)
+    scale = (2 * groups.abs().amax(dim=2, keepdim=True) / 7).bfloat16().float()
+    expected = (scale * ((groups / scale).round().clamp(-4, 3))).view(8, 64).bfloat16()
+    assert torch.equal(matrix.dequantize(), expected)
+    assert matrix.left.numel() == matrix.right.numel() == matrix.sparse.count == 0
+
+
+def test_a_product_is_found_again():
+    """What rounding cannot hold, a rank-2 term of large numbers, goes into L·R as far as 16 bits hold it."""
+    draw = torch.Generator().manual_seed(0)
+    weight_OI = 30 * torch.randn(96, 2, generator=draw) @ torch.randn(2, 64, generator=draw)
+    weight_OI += 0.1 * torch.randn(96, 64, generator=draw)
+    assert error(weight_OI, None, rank=2, iterations=6) < 0.01 * error(weight_OI, None, rank=0)
+
+
+def test_one_correction_is_the_best_of_its_rank():
+    """With codes at hand the correction is the singular value decomposition of what they leave, Hessian or not."""
+    weight_OI, hessian_II = correlated(48, 64)
+    root_II = torch.linalg.cholesky(hessian_II.double())
+    options = {"bits": 3, "group_size": 32, "iterations": 1, "dampening": 0.0}
+    quantized = low_rank_residual(weight_OI, hessian_II, LowRankOptions(**options, rank=0)).quantized()
+    values = torch.linalg.svdvals((weight_OI.double() - quantized.double()) @ root_II)
+    best = float(values[8:].square().sum())
+    assert error(weight_OI, hessian_II, rank=8, iterations=1, dampening=0.0) <= 1.01 * best
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    columns=st.integers(1, 70),
+    group_size=st.sampled_from([-1, 16, 100]),
+    symmetric=st.booleans(),
+    rank=st.integers(0, 9),
+    share=st.sampled_from([0.0, 0.02]),
+)
+def test_never_worse_than_codes_alone(rows, columns, group_size, symmetric, rank, share):
+    weight_OI, hessian_II = correlated(rows, columns)
+    settings = {"bits": 3, "group_size": group_size, "symmetric": symmetric}
+    alone = low_rank_residual(weight_OI, hessian_II, LowRankOptions(**settings, rank=0))
+    options = LowRankOptions(**settings, rank=rank, sparse_fraction=share)
+    matrix = low_rank_residual(weight_OI, hessian_II, options)
+    errors = [weighted_error(found.dequantize().float() - weight_OI.float(), hessian_II) for found in (matrix, alone)]
+    assert errors[0] <= errors[1]
+    stored = matrix.tensors()
+    assert all(tuple(stored[name].shape) == shape for name, shape in matrix.expected_shapes().items())
+    assert matrix.stored_bytes == sum(tensor.nbytes for tensor in stored.values())
+
+
+def test_a_large_matrix_takes_random_projections_and_repeats_itself():
+    weight_OI, _ = correlated(520, 530)
+    options = LowRankOptions(bits=3, group_size=128, rank=8, iterations=1)
+    state = torch.random.get_rng_state()
+    first, second = (low_rank_residual(weight_OI, None, options).dequantize() for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_unusable_input_is_named():
+    with pytest.raises(RefusedInputError, match="NaN"):
+        low_rank_residual(torch.full((4, 8), float("nan")), None, PLAIN)
+    with pytest.raises(UsageError) as caught:
+        low_rank_residual(torch.ones(4, 8), None, LowRankOptions(bits=9, rank=-1, sparse_fraction=1.0))
+    assert len(caught.value.faults) == 3
+
+
+def test_checkpoints_hold_the_same_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    quantized = quantize_with_low_rank(
+        small_model(),
+        None,
+        scheme_named("W3A16_ASYM"),
+        calibration=samples(),
+        batch_size=2,
+        options={"rank": 4, "sparse_fraction": 0.01, "iterations": 1},
+        journal=None,
+        report=lambda progress: None,
+    )
+    quantized.save(tmp_path)
+    for model in (AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), load_spqr(tmp_path)):
+        assert torch.equal(logits(model), logits(quantized.model))
+    first = quantized.matrices["model.layers.0.mlp.up_proj"]
+    assert (first.rank, first.symmetric, first.bits) == (4, False, 3)
+    assert quantized.bits_per_weight == pytest.approx(
+        8
+        * sum(matrix.stored_bytes for matrix in quantized.matrices.values())
+        / sum(matrix.shape[0] * matrix.shape[1] for matrix in quantized.matrices.values())
+    )

@@ -1,0 +1,330 @@
+"""SpQR: against plain rounding written out by hand, against its own small format, and against rounding of equal size."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.trainers.quantization.bit_packing import pack_bits, sparse_rows, unpack_bits
+from shardwright.trainers.quantization.hessians import ErrorFeedback, inverse_factor, weighted_error
+from shardwright.trainers.quantization.spqr import SMALL_DIRECTORY, load_spqr, quantize_with_spqr
+from shardwright.trainers.quantization.spqr_format import DESCRIPTION, save_small_format
+from shardwright.trainers.quantization.spqr_matrix import SpQROptions, spqr_quantize
+
+NO_OUTLIERS = SpQROptions(outlier_threshold=None)
+
+
+def correlated(rows: int, columns: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights with a few large ones, and second moments of correlated inputs."""
+    draw = torch.Generator().manual_seed(seed)
+    weight_OI = torch.randn(rows, columns, generator=draw)
+    large_OI = torch.rand(rows, columns, generator=draw) < 0.005
+    weight_OI[large_OI] *= 8
+    mixing_II = torch.randn(columns, columns, generator=draw) / columns**0.5
+    inputs_TI = torch.randn(4 * columns, columns, generator=draw) @ (mixing_II + torch.eye(columns))
+    inputs_TI *= torch.rand(columns, generator=draw) + 0.1
+    return weight_OI.bfloat16(), inputs_TI.t() @ inputs_TI / len(inputs_TI)
+
+
+def rounded_to_nearest(weight_OI: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, float]:
+    """Plain asymmetric rounding with a 16-bit scale and a zero of `bits`, and its bits per weight."""
+    groups = weight_OI.float().view(len(weight_OI), -1, group_size)
+    low = groups.amin(dim=2, keepdim=True).clamp(max=0)
+    high = groups.amax(dim=2, keepdim=True).clamp(min=0)
+    scale = ((high - low) / (2**bits - 1)).bfloat16().float()
+    zero = (-low / scale).round()
+    codes = (groups / scale + zero).round().clamp(0, 2**bits - 1)
+    return (scale * (codes - zero)).view(weight_OI.shape), bits + (16 + bits) / group_size
+
+
+@given(st.integers(2, 8), st.lists(st.integers(0, 255), max_size=70))
+def test_packed_codes_are_a_stream_of_bits(bits, numbers):
+    """Against one large integer with code i at bit i·bits."""
+    codes = [number % 2**bits for number in numbers]
+    packed = pack_bits(torch.tensor(codes, dtype=torch.uint8), bits)
+    stream = sum(code << (index * bits) for index, code in enumerate(codes))
+    assert bytes(packed.tolist()) == stream.to_bytes((len(codes) * bits + 7) // 8, "little")
+    assert unpack_bits(packed, bits, len(codes)).tolist() == codes
+
+
+def test_wide_sparse_matrices_keep_their_columns():
+    """40,000 has no place in a signed 16-bit number, 70,000 in none of 16 bits."""
+    for width, dtype in ((50_000, torch.int16), (80_000, torch.int32)):
+        mask = torch.zeros(2, width, dtype=torch.bool)
+        mask[1, [3, 40_000, width - 1]] = True
+        sparse = sparse_rows(torch.ones(2, width), mask, torch.bfloat16)
+        assert sparse.columns.dtype == dtype
+        assert [part.tolist() for part in sparse.positions()] == [[1, 1, 1], [3, 40_000, width - 1]]
+
+
+def test_error_feedback_is_gptq_written_out():
+    """Against solving, after every column, for the best values of the columns that are still free."""
+    weight_OI, hessian_II = correlated(3, 150)
+    hessian_II = hessian_II.double()
+    upper_II = inverse_factor(hessian_II, 0.0)
+    feedback = ErrorFeedback(weight_OI, upper_II)
+    expected_OI = weight_OI.double().clone()
+    for column in feedback.columns():
+        seen = feedback.look_ahead(range(column, min(column + 30, 150)))
+        assert torch.allclose(seen.t().double(), expected_OI[:, column : column + 30], atol=2e-3)
+        stored_O = feedback.weight_IO[column].round()
+        error_O = expected_OI[:, column] - stored_O.double()
+        rest = slice(column + 1, None)
+        if column + 1 < 150:
+            # Minimum over δ of the error when the settled column is off by e: H_rr δ = H_rc e.
+            change_RO = torch.linalg.solve(hessian_II[rest, rest], hessian_II[rest, column : column + 1]) * error_O
+            expected_OI[:, rest] += change_RO.t()
+        expected_OI[:, column] = stored_O.double()
+        feedback.settle(column, stored_O)
+
+
+def test_without_outliers_and_hessian_it_is_plain_rounding():
+    """Scales and zeros come from the second level, written out for one block of rows; then nearest code."""
+    weight_OI, _ = correlated(16, 32)
+    matrix = spqr_quantize(weight_OI, None, NO_OUTLIERS)
+    for group in range(2):
+        part = weight_OI[:, 16 * group : 16 * group + 16].float()
+        low, high = part.amin(dim=1).clamp(max=0), part.amax(dim=1).clamp(min=0)
+
+        def level(values):
+            lowest = values.min().bfloat16().float()
+            step = ((values.max() - values.min()) / 7).bfloat16().float()
+            return lowest + step * ((values - lowest) / step).round().clamp(0, 7)
+
+        scale = level((high - low) / 7)
+        zero = level((-low / scale).clamp(0, 7))
+        codes = (part / scale[:, None] + zero[:, None]).round().clamp(0, 7)
+        expected = (scale[:, None] * (codes - zero[:, None])).bfloat16()
+        assert torch.equal(matrix.dequantize()[:, 16 * group : 16 * group + 16], expected)
+        assert torch.equal(matrix.weight_codes()[:, 16 * group : 16 * group + 16], codes.to(torch.uint8))
+    assert matrix.outliers.count == 0
+
+
+def test_outliers_are_the_weights_themselves():
+    """Without correlation nothing corrects a weight before its turn."""
+    weight_OI, _ = correlated(48, 64)
+    matrix = spqr_quantize(weight_OI, None)
+    rows, columns = matrix.outliers.positions()
+    assert 0 < len(rows) < 0.1 * weight_OI.numel()
+    assert torch.equal(matrix.outliers.values, weight_OI[rows, columns])
+    assert torch.equal(matrix.dequantize()[rows, columns], weight_OI[rows, columns])
+
+
+def test_bits_are_counted_from_stored_bytes():
+    """64 × 64: 3-bit codes, 4 groups of 3-bit scales and zeros, 4 × 4 blocks of four bf16, 65 row offsets."""
+    weight_OI, hessian_II = correlated(64, 64)
+    matrix = spqr_quantize(weight_OI, hessian_II)
+    count = matrix.outliers.count
+    expected = 64 * 64 * 3 // 8 + 2 * (64 * 4 * 3 // 8) + 4 * 4 * 4 * 2 + 65 * 4 + count * (2 + 2)
+    assert matrix.stored_bytes == expected
+    assert matrix.bits_per_weight == 8 * expected / 4096
+    assert matrix.outlier_fraction == count / 4096
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 150),
+    bits=st.integers(2, 5),
+    group_size=st.sampled_from([1, 3, 16, 200]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)
+def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
+    """Shapes are as announced, and the numbers stay near the weights."""
+    weight_OI, hessian_II = correlated(rows, columns)
+    options = SpQROptions(bits=bits, group_size=group_size, scale_group_size=7)
+    matrix = spqr_quantize(weight_OI.to(dtype), hessian_II, options)
+    dense_OI = matrix.dequantize()
+    assert dense_OI.shape == (rows, columns)
+    assert dense_OI.dtype == dtype
+    assert bool(dense_OI.isfinite().all())
+    stored = matrix.tensors()
+    assert all(tuple(stored[name].shape) == shape for name, shape in matrix.expected_shapes().items())
+    assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) <= weighted_error(weight_OI, hessian_II)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_beats_rounding_that_takes_no_fewer_bits(seed):
+    """Hessian-weighted error at 3 bits, in groups of 16 that make rounding the larger of the two."""
+    weight_OI, hessian_II = correlated(256, 256, seed=seed)
+    matrix = spqr_quantize(weight_OI, hessian_II, SpQROptions(outlier_fraction=0.01))
+    rounded_OI, bits = rounded_to_nearest(weight_OI, 3, 16)
+    assert matrix.bits_per_weight <= bits
+    spqr = weighted_error(matrix.dequantize().float() - weight_OI.float(), hessian_II)
+    assert spqr < 0.6 * weighted_error(rounded_OI - weight_OI.float(), hessian_II)
+
+
+def test_outliers_and_feedback_each_help():
+    weight_OI, hessian_II = correlated(64, 256)
+    errors = [
+        weighted_error(spqr_quantize(weight_OI, hessian, options).dequantize().float() - weight_OI.float(), hessian_II)
+        for hessian, options in ((hessian_II, SpQROptions()), (hessian_II, NO_OUTLIERS), (None, NO_OUTLIERS))
+    ]
+    assert errors[0] < errors[1] < errors[2]
+
+
+def test_the_fraction_of_outliers_is_about_what_was_asked():
+    weight_OI, hessian_II = correlated(128, 256)
+    for fraction in (0.005, 0.02):
+        found = spqr_quantize(weight_OI, hessian_II, SpQROptions(outlier_fraction=fraction)).outlier_fraction
+        assert 0.2 * fraction < found <= 1.5 * fraction
+    assert spqr_quantize(weight_OI, hessian_II, SpQROptions(outlier_fraction=0.0)).outliers.count == 0
+
+
+def test_dead_columns_and_dead_weights():
+    """Inputs that are always zero make a singular Hessian; their weights cost nothing and become zero."""
+    weight_OI, hessian_II = correlated(20, 64)
+    hessian_II[[5, 40]] = 0
+    hessian_II[:, [5, 40]] = 0
+    dense_OI = spqr_quantize(weight_OI, hessian_II).dequantize()
+    assert bool(dense_OI.isfinite().all())
+    assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) < weighted_error(weight_OI, hessian_II) / 20
+    assert not spqr_quantize(torch.zeros(20, 64), hessian_II).dequantize().any()
+
+
+def test_few_samples_make_a_singular_hessian():
+    weight_OI, _ = correlated(20, 64)
+    inputs_TI = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    matrix = spqr_quantize(weight_OI, inputs_TI.t() @ inputs_TI, SpQROptions(dampening=0.0))
+    assert bool(matrix.dequantize().isfinite().all())
+
+
+def test_unusable_input_is_named():
+    weight_OI, hessian_II = correlated(8, 16)
+    with pytest.raises(RefusedInputError, match="NaN"):
+        spqr_quantize(weight_OI.index_fill(0, torch.tensor([2]), float("nan")), hessian_II)
+    with pytest.raises(RefusedInputError, match="Hessian"):
+        spqr_quantize(weight_OI, hessian_II[:8, :8])
+    with pytest.raises(UsageError) as caught:
+        spqr_quantize(weight_OI, hessian_II, SpQROptions(bits=1, group_size=0, outlier_fraction=2.0))
+    assert len(caught.value.faults) == 3
+
+
+def small_model(*, tied: bool = False):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=tied, initializer_range=0.2)
+    # Casting a finished model would round its rotary frequencies too, which no checkpoint holds.
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def samples() -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(0, 97, (24,), generator=draw).tolist()} for _ in range(6)]
+
+
+def quantized_small_model(report=lambda progress: None, *, tied: bool = True, journal=None, options=None):
+    return quantize_with_spqr(
+        small_model(tied=tied),
+        None,
+        scheme_named("W3A16"),
+        calibration=samples(),
+        batch_size=4,
+        options=options or {},
+        journal=journal,
+        report=report,
+    )
+
+
+@pytest.fixture(scope="module")
+def quantized():
+    return quantized_small_model()
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([samples()[0]["input_ids"]])).logits
+
+
+def test_dense_and_small_checkpoints_hold_the_same_model(quantized, tmp_path):
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    assert len(quantized.quantized_layers) == 14
+    quantized.save(tmp_path)
+    small = tmp_path / SMALL_DIRECTORY
+    dense, found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = quantized.model.state_dict()
+    for model in (dense, load_spqr(tmp_path), load_spqr(small)):
+        assert {name: torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items()} == (
+            dict.fromkeys(expected, True)
+        )
+        assert torch.equal(logits(model), logits(quantized.model))
+    with safe_open(small / "small.safetensors", framework="pt") as stored:
+        names = set(stored.keys())
+    assert "model.layers.0.mlp.up_proj.spqr_codes" in names
+    assert not any(f"{layer}.weight" in names for layer in quantized.quantized_layers)
+    with pytest.raises(OSError, match="model.safetensors"):
+        AutoModelForCausalLM.from_pretrained(small)
+
+
+def test_shards_are_read_back_and_damage_is_named(quantized, tmp_path):
+    save_small_format(quantized.model, quantized.matrices, tmp_path, shard_bytes=20_000)
+    assert len(list(tmp_path.glob("small-*.safetensors"))) > 2
+    assert torch.equal(logits(load_spqr(tmp_path)), logits(quantized.model))
+    description = tmp_path / DESCRIPTION
+    stated = json.loads(description.read_text())
+    layer = stated["layers"]["model.layers.0.mlp.up_proj"]
+    for change in ({"bits": 4}, {"shape": [64, 96]}, {"dtype": "int8"}, {"group_size": 0}):
+        changed = stated | {"layers": stated["layers"] | {"model.layers.0.mlp.up_proj": layer | change}}
+        description.write_text(json.dumps(changed))
+        with pytest.raises(RefusedInputError, match=r"layers\.0\.mlp\.up_proj"):
+            load_spqr(tmp_path)
+    description.write_text(json.dumps(stated))
+    index = tmp_path / "small.safetensors.index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps(content | {"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(RefusedInputError, match="outside"):
+        load_spqr(tmp_path)
+    index.write_text(json.dumps(content))
+    next(tmp_path.glob("small-00001*.safetensors")).write_bytes(b"cut")
+    with pytest.raises(RefusedInputError, match="damaged"):
+        load_spqr(tmp_path)
+
+
+def test_an_interrupted_run_goes_on(quantized, tmp_path):
+    """The run stops in its last layer; the second one takes the others over and ends at the same numbers."""
+
+    def stop(progress):
+        if progress.stage == "quantizing" and "model.layers.1.mlp.up_proj" in progress.names:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantized_small_model(stop, journal=tmp_path)
+    stages = []
+    again = quantized_small_model(lambda progress: stages.append((progress.stage, progress.names)), journal=tmp_path)
+    restored = {name for stage, names in stages if stage == "restored" for name in names}
+    assert restored == {name for name in quantized.quantized_layers if ".layers.0." in name}
+    assert torch.equal(logits(again.model), logits(quantized.model))
+    for name, matrix in quantized.matrices.items():
+        mine, theirs = again.matrices[name].tensors(), matrix.tensors()
+        assert all(torch.equal(mine[part], theirs[part]) for part in theirs)
+
+
+def test_wrong_options_and_missing_samples_are_named():
+    with pytest.raises(UsageError) as caught:
+        quantized_small_model(options={"outlier_treshold": 0.1, "bits": 4, "dampening": "much"})
+    text = str(caught.value)
+    assert "outlier_threshold" in text
+    assert "--scheme" in text
+    assert "must be a number" in text
+    with pytest.raises(UsageError, match="calibrate"):
+        quantize_with_spqr(
+            small_model(),
+            None,
+            scheme_named("W3A16"),
+            calibration=[],
+            batch_size=1,
+            options={},
+            journal=None,
+            report=lambda progress: None,
+        )
