@@ -43,6 +43,8 @@ class QualityCase:
     """How the range is found."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the method."""
+    calibration_rows: int = CALIBRATION_ROWS
+    """Rows of 128 tokens; fewer for AWQ, which runs every layer for every candidate."""
 
     def full_scheme(self) -> QuantizationScheme:
         """Return what the engine takes."""
@@ -68,9 +70,9 @@ class QualityResult:
 
 def cases() -> list[QualityCase]:
     """Return everything that is measured."""
-    few = {"n_grid": 8}
+    awq: dict[str, Any] = {"options": {"n_grid": 8}, "calibration_rows": 16}
     weights = [
-        QualityCase(group="weights", scheme=scheme, method=method, options=few if method == "awq" else {})
+        QualityCase(group="weights", scheme=scheme, method=method, **(awq if method == "awq" else {}))
         for scheme in ("W2A16", "W2A16_ASYM", "W3A16", "W3A16_ASYM", "W4A16", "W4A16_ASYM")
         for method in ("rtn", "awq", "gptq")
     ]
@@ -79,7 +81,7 @@ def cases() -> list[QualityCase]:
         for scheme, method in (("W8A8", "rtn"), ("W8A8", "gptq"), ("W8A8_STATIC", "rtn"), ("FP8_DYNAMIC", "rtn"))
     ]
     outliers = [
-        QualityCase(group="outliers", scheme=scheme, method=method, options=few if method == "awq" else {})
+        QualityCase(group="outliers", scheme=scheme, method=method, **(awq if method == "awq" else {}))
         for scheme, methods in (
             ("W3A16", ("rtn", "awq", "gptq")),
             ("W4A16", ("rtn", "awq", "gptq")),
@@ -96,48 +98,45 @@ def cases() -> list[QualityCase]:
     return [*weights, *inputs, *outliers, *ranges]
 
 
-def measure(chosen: Sequence[QualityCase]) -> tuple[dict[str, float], list[QualityResult]]:
-    """Train the model, quantize it in every way, and return facts of the model and the results."""
+def measure(chosen: Sequence[QualityCase], model_dir: Path) -> tuple[dict[str, float], list[QualityResult]]:
+    """Train the model unless it lies in `model_dir`, quantize it in every way, and return its facts and the results."""
     sys.path.insert(0, str(ROOT / "tests"))
     from small_llama import inject_outliers, row_losses, trained_llama, unigram_perplexity
 
-    with tempfile.TemporaryDirectory() as parent:
-        llama = trained_llama(Path(parent))
-        dense_N = row_losses(llama.model, llama.evaluation_NS)
-        facts = {
-            "perplexity": float(dense_N.mean().exp()),
-            "loss_standard_error": float(dense_N.std() / len(dense_N) ** 0.5),
-            "unigram_perplexity": unigram_perplexity(llama.train_NS, llama.evaluation_NS),
-            "parameters": sum(parameter.numel() for parameter in llama.model.parameters()),
-            "evaluation_tokens": llama.evaluation_NS.numel(),
-            "calibration_tokens": llama.train_NS[:CALIBRATION_ROWS].numel(),
-        }
-        results = []
-        for case in chosen:
-            model = llama.copy()
-            if case.group == "outliers":
-                inject_outliers(model, OUTLIER_CHANNELS, factor=OUTLIER_FACTOR)
-            request = EngineRequest(
-                model=model,
-                tokenizer=llama.tokenizer,
-                scheme=case.full_scheme(),
-                method=case.method,  # type: ignore[arg-type]
-                calibration=[{"input_ids": row.tolist()} for row in llama.train_NS[:CALIBRATION_ROWS]],
-                batch_size=8,
-                method_options=case.options,
-            )
-            losses_N = row_losses(
-                quantize_with_llm_compressor(request, lambda progress: None).model, llama.evaluation_NS
-            )
-            excess_N = losses_N - dense_N
-            result = QualityResult(
-                case=case,
-                perplexity=float(losses_N.mean().exp()),
-                excess_nats=float(excess_N.mean()),
-                excess_standard_error=float(excess_N.std() / len(excess_N) ** 0.5),
-            )
-            results.append(result)
-            print(case.group, *_labels(case), _cell(result), file=sys.stderr, flush=True)
+    llama = trained_llama(model_dir)
+    dense_N = row_losses(llama.model, llama.evaluation_NS)
+    facts = {
+        "perplexity": float(dense_N.mean().exp()),
+        "loss_standard_error": float(dense_N.std() / len(dense_N) ** 0.5),
+        "unigram_perplexity": unigram_perplexity(llama.train_NS, llama.evaluation_NS),
+        "parameters": sum(parameter.numel() for parameter in llama.model.parameters()),
+        "evaluation_tokens": llama.evaluation_NS.numel(),
+        "calibration_tokens": llama.train_NS[:CALIBRATION_ROWS].numel(),
+    }
+    results = []
+    for case in chosen:
+        model = llama.copy()
+        if case.group == "outliers":
+            inject_outliers(model, OUTLIER_CHANNELS, factor=OUTLIER_FACTOR)
+        request = EngineRequest(
+            model=model,
+            tokenizer=llama.tokenizer,
+            scheme=case.full_scheme(),
+            method=case.method,  # type: ignore[arg-type]
+            calibration=[{"input_ids": row.tolist()} for row in llama.train_NS[: case.calibration_rows]],
+            batch_size=8,
+            method_options=case.options,
+        )
+        losses_N = row_losses(quantize_with_llm_compressor(request, lambda progress: None).model, llama.evaluation_NS)
+        excess_N = losses_N - dense_N
+        result = QualityResult(
+            case=case,
+            perplexity=float(losses_N.mean().exp()),
+            excess_nats=float(excess_N.mean()),
+            excess_standard_error=float(excess_N.std() / len(excess_N) ** 0.5),
+        )
+        results.append(result)
+        print(case.group, *_labels(case), _cell(result), file=sys.stderr, flush=True)
     return facts, results
 
 
@@ -218,8 +217,10 @@ def main() -> None:
     """Measure, print the tables, and write them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="replace figures, tables and picture")
+    parser.add_argument("--model-dir", type=Path, help="where the trained model is kept for the next run")
     flags = parser.parse_args()
-    facts, results = measure(cases())
+    with tempfile.TemporaryDirectory() as temporary:
+        facts, results = measure(cases(), flags.model_dir or Path(temporary))
     for group in ("weights", "outliers", "ranges"):
         print(table([result for result in results if result.case.group == group]), end="\n\n")
     print(json.dumps(facts, indent=2))

@@ -23,8 +23,8 @@ from typing import Any
 MEASURED = Path(__file__).with_name("quantize_overhead.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "quantize_engine.md"
 WAYS = ("oneshot", "adapter", "adapter with journal")
-TURNS, ALLOWED = 5, 1.05
-SAMPLES, SEQ_LEN, VOCAB_SIZE, LAYERS, HIDDEN_SIZE = 32, 256, 4096, 6, 384
+TURNS, ALLOWED = 3, 1.05
+SAMPLES, SEQ_LEN, VOCAB_SIZE, LAYERS, HIDDEN_SIZE = 8, 256, 4096, 6, 384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {MEASURED.name} and {DOCUMENT.name}")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when the target is missed")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each way")
+    parser.add_argument("--methods", nargs="+", default=["gptq", "awq"], choices=["gptq", "awq"])
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "WAY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -56,7 +57,7 @@ def main() -> int:
         return 0
     found = [
         measured_in_own_process(method, way)
-        for method in ("gptq", "awq")
+        for method in arguments.methods
         for _ in range(arguments.turns)
         for way in WAYS
     ]
@@ -172,7 +173,9 @@ def table(found: Sequence[Run]) -> str:
             seconds, plain = (_median(found, method, name, "seconds") for name in (way, WAYS[0]))
             cpu = _median(found, method, way, "cpu_seconds")
             peak = _median(found, method, way, "peak_bytes")
-            lines.append(f"| {method} | {way} | {seconds:.2f} | {seconds / plain - 1:+.1%} | {cpu:.2f} | {peak / 1e6:.0f} |")
+            lines.append(
+                f"| {method} | {way} | {seconds:.2f} | {seconds / plain - 1:+.1%} | {cpu:.2f} | {peak / 1e6:.0f} |"
+            )
     return "\n".join(lines)
 
 

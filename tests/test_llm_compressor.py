@@ -271,6 +271,7 @@ def test_nothing_is_said_or_left_behind(source, tmp_path, capfd, monkeypatch, ca
     run.model.config._name_or_path = run.model.name_or_path = "nobody/nothing"
     with caplog.at_level(logging.WARNING):
         quantized = quantize_with_llm_compressor(run, lambda step: None)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
         quantized.save(tmp_path / "out")
     out, err = capfd.readouterr()
     assert (out, err, asked) == ("", "", [])
@@ -281,7 +282,6 @@ def test_nothing_is_said_or_left_behind(source, tmp_path, capfd, monkeypatch, ca
     assert not (tmp_path / "upstream.log").exists()
     assert run.model.name_or_path == "nobody/nothing"
     assert "save_pretrained" not in vars(run.model)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
 
 
 def test_failed_run_leaves_no_session_and_no_hooks(source):
@@ -386,3 +386,11 @@ def test_upstream_still_gives_a_modifier_without_data_a_pass_of_its_own():
 
     pipeline = CalibrationPipeline.from_modifiers(build_modifiers(W4, "awq", {}), user="independent")
     assert type(pipeline).__name__ == "IndependentPipeline"
+
+
+def test_document_states_the_measured_overhead():
+    import quantize_overhead
+
+    stored = quantize_overhead.stored()
+    assert {run.way for run in stored} == set(quantize_overhead.WAYS)
+    assert quantize_overhead.table(stored) in quantize_overhead.DOCUMENT.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""SpQR: against plain rounding written out by hand, against its own small format, and against rounding of equal size."""
+"""SpQR: against plain rounding written out by hand, against its own small format, and against rounding of its size."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_dense_and_small_checkpoints_hold_the_same_model(quantized, tmp_path):
         names = set(stored.keys())
     assert "model.layers.0.mlp.up_proj.spqr_codes" in names
     assert not any(f"{layer}.weight" in names for layer in quantized.quantized_layers)
-    with pytest.raises(OSError, match="model.safetensors"):
+    with pytest.raises(OSError, match=r"model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(small)
 
 

@@ -7,7 +7,7 @@ Seen with 0.14.0.1: `oneshot` takes a modifier of any class, runs the model one 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..quantized_model import ReportProgress
 from .fixes import all_fixes
@@ -83,61 +83,83 @@ def _batches(calibration: Sequence[Mapping[str, Sequence[int]]], batch_size: int
     return DataLoader(batches, batch_size=None)
 
 
+class _Visits:
+    """Collects second moments and hands each layer's to the visitor; stands before `Modifier` in a subclass."""
+
+    names: ClassVar[Any]
+    visit: ClassVar[Any]
+    finish_part: ClassVar[Any]
+    finished_parts: ClassVar[Any]
+    steps: ClassVar[Any]
+    part: ClassVar[Any]
+    sums: ClassVar[Any]
+    counts: ClassVar[Any]
+    found: ClassVar[Any]
+
+    def attach(self, **settings: Any) -> None:
+        """Take what `visit_layers` was given."""
+        # Around pydantic, which knows the modifier's own fields alone.
+        for name, value in (settings | {"part": 0, "sums": {}, "counts": {}}).items():
+            object.__setattr__(self, name, value)
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        """Find the modules."""
+        object.__setattr__(self, "found", {name: state.model.get_submodule(name) for name in self.names})
+        return True
+
+    def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+        """Listen to the modules' inputs."""
+        for name, module in self.found.items():
+            self.register_hook(  # type: ignore[attr-defined]
+                module, self._add_inputs(name), "forward"
+            )
+        self.steps.tell(0, 0, "calibrating")
+
+    def _add_inputs(self, name: str) -> Callable[..., None]:
+        import torch
+        from compressed_tensors.utils import get_execution_device
+
+        def hook(module: Any, arguments: tuple[Any, ...], output: Any) -> None:
+            if self.part < self.finished_parts:
+                return
+            inputs_TI = arguments[0].detach().flatten(0, -2).float()
+            if name not in self.sums:
+                size, device = inputs_TI.shape[-1], get_execution_device(module)
+                self.sums[name] = torch.zeros(size, size, device=device)
+                self.counts[name] = 0
+            self.sums[name].addmm_(inputs_TI.t(), inputs_TI)
+            self.counts[name] += len(inputs_TI)
+
+        return hook
+
+    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: Any) -> None:
+        """Visit the layers of a part."""
+        from compressed_tensors.utils import update_offload_parameter
+
+        part, here = self.part, {id(module) for module in modules}
+        object.__setattr__(self, "part", part + 1)
+        names = tuple(name for name, module in self.found.items() if id(module) in here)
+        if part < self.finished_parts:
+            self.steps.tell(0, part, "restored", names)
+            return
+        self.steps.tell(0, part, "quantizing", names)
+        for name in names:
+            module, count = self.found[name], self.counts.pop(name, 0)
+            hessian_II = self.sums.pop(name).div_(count) if count else None
+            weight_OI = self.visit(name, module.weight.detach(), hessian_II)
+            update_offload_parameter(module, "weight", weight_OI)
+        self.finish_part(part)
+        self.steps.tell(0, part, "propagating", names)
+
+    def on_calibration_end(self, state: Any, event: Any, **kwargs: Any) -> None:
+        """Stop listening."""
+        self.remove_hooks()  # type: ignore[attr-defined]
+
+
 def _modifier_class() -> type[Any]:
-    import torch
-    from compressed_tensors.utils import get_execution_device, update_offload_parameter
     from llmcompressor.modifiers import Modifier
 
-    class VisitModifier(Modifier):
-        """Collects second moments and hands each layer's to the visitor."""
-
+    class VisitModifier(_Visits, Modifier):
         requires_calibration_data: bool = True
-
-        def attach(self, **settings: Any) -> None:
-            # Around pydantic, which knows the modifier's own fields alone.
-            for name, value in (settings | {"part": 0, "sums": {}, "counts": {}}).items():
-                object.__setattr__(self, name, value)
-
-        def on_initialize(self, state: Any, **kwargs: Any) -> bool:
-            object.__setattr__(self, "found", {name: state.model.get_submodule(name) for name in self.names})
-            return True
-
-        def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
-            for name, module in self.found.items():
-                self.register_hook(module, self._add_inputs(name), "forward")
-            self.steps.tell(0, 0, "calibrating")
-
-        def _add_inputs(self, name: str) -> Callable[..., None]:
-            def hook(module: Any, arguments: tuple[Any, ...], output: Any) -> None:
-                if self.part < self.finished_parts:
-                    return
-                inputs_TI = arguments[0].detach().flatten(0, -2).float()
-                if name not in self.sums:
-                    size, device = inputs_TI.shape[-1], get_execution_device(module)
-                    self.sums[name] = torch.zeros(size, size, device=device)
-                    self.counts[name] = 0
-                self.sums[name].addmm_(inputs_TI.t(), inputs_TI)
-                self.counts[name] += len(inputs_TI)
-
-            return hook
-
-        def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: Any) -> None:
-            part, here = self.part, {id(module) for module in modules}
-            object.__setattr__(self, "part", part + 1)
-            names = tuple(name for name, module in self.found.items() if id(module) in here)
-            if part < self.finished_parts:
-                self.steps.tell(0, part, "restored", names)
-                return
-            self.steps.tell(0, part, "quantizing", names)
-            for name in names:
-                module, count = self.found[name], self.counts.pop(name, 0)
-                hessian_II = self.sums.pop(name).div_(count) if count else None
-                weight_OI = self.visit(name, module.weight.detach(), hessian_II)
-                update_offload_parameter(module, "weight", weight_OI)
-            self.finish_part(part)
-            self.steps.tell(0, part, "propagating", names)
-
-        def on_calibration_end(self, state: Any, event: Any, **kwargs: Any) -> None:
-            self.remove_hooks()
 
     return VisitModifier

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ...ds_configs.errors import Fault, RefusedInputError
+
+if TYPE_CHECKING:
+    import torch
 
 _CODES_AT_ONCE = 1 << 20
 
@@ -22,6 +24,8 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     >>> pack_bits(torch.tensor([1, 2, 3]), 3).tolist()
     [209, 0]
     """
+    import torch
+
     flat_N = codes.reshape(-1).to(torch.uint8)
     count = flat_N.numel()
     packed = [_pack(flat_N[start : start + _CODES_AT_ONCE], bits) for start in range(0, count, _CODES_AT_ONCE)]
@@ -30,12 +34,16 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return the first `count` codes of a stream of bits as uint8."""
+    import torch
+
     step = packed_size(_CODES_AT_ONCE, bits)
     parts = [_unpack(packed[start : start + step], bits) for start in range(0, packed.numel(), step)]
     return torch.cat(parts)[:count] if parts else packed
 
 
 def _pack(codes_N: torch.Tensor, bits: int) -> torch.Tensor:
+    import torch
+
     filled = torch.nn.functional.pad(codes_N, (0, -codes_N.numel() % 8)).unsqueeze(1)
     digits = (filled >> torch.arange(bits, dtype=torch.uint8, device=filled.device)) & 1
     places = torch.arange(8, dtype=torch.uint8, device=filled.device)
@@ -43,6 +51,8 @@ def _pack(codes_N: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    import torch
+
     digits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     digits = digits.reshape(-1)
     digits = digits[: digits.numel() // bits * bits].reshape(-1, bits)
@@ -63,10 +73,12 @@ class SparseRows:
     @property
     def count(self) -> int:
         """Stored elements."""
-        return self.values.numel()
+        return int(self.values.numel())
 
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row and column of each element, int64."""
+        import torch
+
         offsets = self.offsets.long()
         rows = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device=offsets.device), offsets.diff())
         columns = self.columns.long()
@@ -91,6 +103,8 @@ class SparseRows:
 
 def sparse_rows(values_OI: torch.Tensor, mask_OI: torch.Tensor, dtype: torch.dtype) -> SparseRows:
     """Return the masked elements of a matrix as a sparse one."""
+    import torch
+
     rows, columns = mask_OI.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=mask_OI.shape[0])
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

@@ -6,10 +6,12 @@ Shapes: O output channels, I input channels, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from ...ds_configs.errors import Fault, RefusedInputError
+
+if TYPE_CHECKING:
+    import torch
 
 COLUMNS_AT_ONCE = 128
 """Columns between two updates of all columns that follow; the result does not depend on it but for rounding."""
@@ -48,7 +50,7 @@ def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, *, wh
 
 
 def damped(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
-    """Return the Hessian in fp32 with 1 for channels that are always zero, and `dampening` of the mean diagonal added."""
+    """Return the fp32 Hessian with 1 for channels that are always zero, plus `dampening` of its mean diagonal."""
     hessian_II = hessian_II.float().clone()
     diagonal_I = hessian_II.diagonal()
     diagonal_I[diagonal_I <= 0] = 1.0
@@ -61,6 +63,8 @@ def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
 
     Row j of U says how columns after j change when column j is off by `U[j, j]` (GPTQ, arXiv 2210.17323, section 3.3).
     """
+    import torch
+
     while True:
         factor_II, failed = torch.linalg.cholesky_ex(damped(hessian_II, dampening))
         if not int(failed):
@@ -76,6 +80,8 @@ class ErrorFeedback:
     """Walks over the columns of a weight, transposed to [I, O], and spreads each column's error over later ones."""
 
     def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor) -> None:
+        import torch
+
         self.weight_IO = weight_OI.t().float().contiguous()
         self.upper_II = upper_II
         self._errors_CO = torch.zeros_like(self.weight_IO[:COLUMNS_AT_ONCE])
@@ -100,6 +106,8 @@ class ErrorFeedback:
 
     def look_ahead(self, columns: range) -> torch.Tensor:
         """Return columns as all settled ones have made them, [C, O], also those beyond the current block."""
+        import torch
+
         weight_CO = self.weight_IO[columns.start : columns.stop]
         if columns.stop <= self._end:
             return weight_CO

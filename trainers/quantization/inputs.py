@@ -121,7 +121,7 @@ def prepare(
         tokenizer=tokenizer,
         samples=samples,
         seq_len=seq_len,
-        memory=_memory(source, scheme, resolved, seq_len, device),
+        memory=_memory(source, scheme, resolved, samples, seq_len, device),
         checkpoint_bytes=_checkpoint_bytes(source, scheme, resolved.method),
     )
     _check_capacity(prepared, output_dir)
@@ -183,6 +183,7 @@ def _memory(
     source: QuantizationSource,
     scheme: QuantizationScheme,
     resolved: ResolvedQuantization,
+    samples: Samples | None,
     seq_len: int,
     device: str | None,
 ) -> QuantizationMemory:
@@ -196,7 +197,7 @@ def _memory(
         method=resolved.method,
         dimensions=source.dimensions,
         weight_bytes=tensor_bytes(source.tensors.values()),
-        num_samples=settings.num_samples,
+        num_samples=settings.num_samples if samples is None else min(settings.num_samples, len(samples.train)),
         seq_len=seq_len,
         batch_size=settings.batch_size,
         device="cpu" if on_cpu else "cuda",

@@ -8,12 +8,14 @@ input channels, K the rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ...ds_configs.errors import Fault, UsageError
 from .bit_packing import SparseRows, pack_bits, packed_size, sparse_rows, unpack_bits
-from .hessians import ErrorFeedback, check_matrix, damped, inverse_factor, weighted_error
+from .hessians import ErrorFeedback, check_matrix, inverse_factor, weighted_error
+
+if TYPE_CHECKING:
+    import torch
 
 _SMALLEST_RANGE = 1e-30
 _EXACT_SVD_SIZE = 512
@@ -51,7 +53,7 @@ class LowRankMatrix:
     @property
     def rank(self) -> int:
         """K."""
-        return self.left.shape[1]
+        return int(self.left.shape[1])
 
     @property
     def stored_bytes(self) -> int:
@@ -91,6 +93,8 @@ class LowRankMatrix:
 
     def quantized(self) -> torch.Tensor:
         """Return Q alone, fp32 [O, I]."""
+        import torch
+
         rows, columns = self.shape
         codes_OI = unpack_bits(self.codes, self.bits, rows * columns).view(rows, columns).float()
         if self.symmetric:
@@ -164,28 +168,30 @@ def low_rank_residual(
         UsageError: options out of range.
         RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
+    import torch
+
     options = options or LowRankOptions()
     if faults := options.faults():
         raise UsageError(faults)
     check_matrix(weight_OI, hessian_II)
     fit = _Fit(weight_OI.detach(), hessian_II, options)
     rows, columns = fit.weight_OI.shape
-    best = candidate = fit.assemble(torch.zeros(rows, 0), torch.zeros(0, columns), None)
-    least = fit.error(best)
+    best = fit.assemble(torch.zeros(rows, 0), torch.zeros(0, columns), None)
+    least, starts = fit.error(best), [best]
     if options.rank:
         # Where the weight itself has large terms of low rank, correcting codes that had to hold them comes too late.
-        other = fit.assemble(*fit.product(fit.weight_OI), None)
-        error = fit.error(other)
-        if error < least:
-            best, candidate, least = other, other, error
-    for _ in range(options.iterations):
-        sparse_OI = fit.sparse_part(candidate)
-        left_OK, right_KI = fit.product(fit.weight_OI - candidate.quantized() - sparse_OI)
-        # The codes at hand, corrected, and then codes for what the correction leaves over.
-        for candidate in (fit.corrected(candidate, left_OK, right_KI), fit.assemble(left_OK, right_KI, sparse_OI)):
-            error = fit.error(candidate)
-            if error < least:
-                best, least = candidate, error
+        starts.append(fit.assemble(*fit.product(fit.weight_OI), None))
+    for start in starts:
+        latest = start
+        for _ in range(options.iterations):
+            sparse_OI = fit.sparse_part(latest)
+            left_OK, right_KI = fit.product(fit.weight_OI - latest.quantized() - sparse_OI)
+            corrected = fit.corrected(latest, left_OK, right_KI)
+            latest = fit.assemble(left_OK, right_KI, sparse_OI)
+            for candidate in (corrected, latest):
+                error = fit.error(candidate)
+                if error < least:
+                    best, least = candidate, error
     return best
 
 
@@ -193,6 +199,8 @@ class _Fit:
     """One matrix with what does not change while its parts are fitted."""
 
     def __init__(self, weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: LowRankOptions) -> None:
+        import torch
+
         self.options, self.dtype = options, weight_OI.dtype
         self.kept_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
         self.weight_OI = weight_OI.float()
@@ -214,6 +222,8 @@ class _Fit:
 
     def product(self, rest_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return L and R, of which `‖(rest - L·R)·root‖` is least."""
+        import torch
+
         rank = min(self.options.rank, *rest_OI.shape)
         weighted_OI = rest_OI if self.root_II is None else rest_OI @ self.root_II
         if min(rest_OI.shape) <= _EXACT_SVD_SIZE:
@@ -254,6 +264,8 @@ class _Fit:
 
     def assemble(self, left_OK: torch.Tensor, right_KI: torch.Tensor, sparse_OI: torch.Tensor | None) -> LowRankMatrix:
         """Return codes for what a product and a sparse part leave over, with both."""
+        import torch
+
         device = self.weight_OI.device
         left_OK, right_KI = left_OK.to(device, self.kept_dtype), right_KI.to(device, self.kept_dtype)
         target_OI = self.weight_OI - left_OK.float() @ right_KI.float()
@@ -279,6 +291,8 @@ class _Fit:
         return matrix if sparse_OI is None else self.corrected(matrix, left_OK, right_KI)
 
     def _costliest(self, rest_OI: torch.Tensor) -> torch.Tensor:
+        import torch
+
         mask_OI = torch.zeros_like(rest_OI, dtype=torch.bool)
         if self.sparse_count:
             cost_OI = rest_OI.square()
@@ -289,6 +303,8 @@ class _Fit:
 
     def _round(self, target_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return codes, scales and zeros; scales are of the range before any feedback."""
+        import torch
+
         most = 2**self.options.bits - 1
         groups = target_OI.split(self.group_size, dim=1)
         low_OG = torch.stack([group.amin(dim=1) for group in groups], dim=1).clamp(max=0)

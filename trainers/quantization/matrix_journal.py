@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from .spqr_format import SmallMatrix, matrix_settings, read_matrix
+
+if TYPE_CHECKING:
+    pass
 
 _SETTINGS = "matrix_settings"
 
@@ -45,6 +47,8 @@ class MatrixJournal:
 
     def finish_part(self, part: int) -> None:
         """Write the matrices of a part."""
+        import torch
+
         if self._journal is not None:
             stated = json.dumps({name: matrix_settings(matrix) for name, matrix in self._pending.items()})
             tensors = {

@@ -13,6 +13,7 @@ from typing import Any
 from ...ds_configs.errors import ShardwrightError
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.render.write import write_files
+from ...plugins.llm_compressor.experts import restore_expert_names
 from ...plugins.quantized_model import ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
 from ..evaluation.result import Evaluation
@@ -97,6 +98,7 @@ def run_prepared(
             reference = reference_logits(quantized.model, probe_tokens(prepared))
             layers = quantized.quantized_layers
             quantized.save(staging)
+            restore_expert_names(staging, prepared.source.tensors)
             copy_companions(prepared.source.directory, staging)
             del quantized
         with _timed(seconds, "verifying"):
@@ -104,6 +106,7 @@ def run_prepared(
                 staging, reference=reference, layers=prepared.layers, scheme=prepared.scheme
             )
         if not verification.passed:
+            discard_journal(output_dir)
             kept = fail_output(staging, output_dir, verification)
             raise ShardwrightError(
                 f"the checkpoint did not pass: {verification.reason}; it lies in {kept}, and nothing was written to "

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, RefusedInputError
 from ..model_directory import appearing_directory
 from .bit_packing import SparseRows
 from .low_rank_residual import LowRankMatrix
-from .spqr_matrix import LEVEL_DTYPE, SpQRMatrix
+from .spqr_matrix import SpQRMatrix
+
+if TYPE_CHECKING:
+    import torch
 
 DESCRIPTION = "small_format.json"
 _INDEX = "small.safetensors.index.json"
@@ -25,7 +26,7 @@ _SINGLE = "small.safetensors"
 _PATTERN = "small{suffix}.safetensors"
 _SCHEMA_VERSION = 1
 _SHARD_BYTES = 5 * 10**9
-_FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FLOATS = ("bfloat16", "float16", "float32")
 _CSR = ("offsets", "columns", "values")
 
 SmallMatrix = SpQRMatrix | LowRankMatrix
@@ -118,6 +119,8 @@ def read_matrix(
     layer: str, settings: Mapping[str, Any], tensors: dict[str, torch.Tensor], *, where: str
 ) -> SmallMatrix:
     """Take a layer's tensors out of `tensors` and return its matrix, checked."""
+    import torch
+
     where = f"{where}: {layer}"
     prefix = "spqr_" if settings.get("kind") == "spqr" else "low_rank_"
     parts = {
@@ -129,16 +132,16 @@ def read_matrix(
     try:
         common: dict[str, Any] = {name: int(settings[name]) for name in ("bits", "group_size")}
         common["shape"] = (int(settings["shape"][0]), int(settings["shape"][1]))
-        common["dtype"] = _FLOATS[settings["dtype"]]
+        common["dtype"] = getattr(torch, _FLOATS[_FLOATS.index(settings["dtype"])])
         sparse = SparseRows(**{name: parts.pop(f"{sparse_name}_{name}") for name in _CSR})
         if prefix == "spqr_":
-            own = {name: int(settings[name]) for name in ("scale_bits", "scale_group_size")}
+            own: dict[str, Any] = {name: int(settings[name]) for name in ("scale_bits", "scale_group_size")}
             matrix: SmallMatrix = SpQRMatrix(**common, **own, **parts, outliers=sparse)
         else:
             matrix = LowRankMatrix(**common, symmetric=bool(settings["symmetric"]), **parts, sparse=sparse)
         sizes = [*matrix.shape, matrix.group_size, *(own.values() if prefix == "spqr_" else ())]
         sound = all(size > 0 for size in sizes) and 2 <= matrix.bits <= 8
-        sound = sound and (not isinstance(matrix, SpQRMatrix) or matrix.levels.dtype == LEVEL_DTYPE)
+        sound = sound and (not isinstance(matrix, SpQRMatrix) or matrix.levels.dtype == torch.bfloat16)
         expected = matrix.expected_shapes() if sound else {}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         rule = f"is not described whole ({type(error).__name__}: {error})"

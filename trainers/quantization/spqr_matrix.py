@@ -7,17 +7,16 @@ channels, B blocks of output channels that share a second-level scale, C input c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
 from .bit_packing import SparseRows, pack_bits, packed_size, sparse_rows, unpack_bits
 from .hessians import ErrorFeedback, check_matrix, inverse_factor
 
+if TYPE_CHECKING:
+    import torch
+
 _SMALLEST_RANGE = 1e-30
-LEVEL_DTYPE = torch.bfloat16
-"""Type of second-level scales: the range of fp32 in 16 bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +103,8 @@ class SpQRMatrix:
 
     def dequantize(self) -> torch.Tensor:
         """Return the dense matrix: `scale·(code - zero)` in fp32, then the outliers, as `dtype`."""
+        import torch
+
         scale_OG, zero_OG = self.scales_and_zeros()
         group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
         codes_OI = self.weight_codes().float()
@@ -172,6 +173,8 @@ def spqr_quantize(
         UsageError: options out of range.
         RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
+    import torch
+
     options = options or SpQROptions()
     if faults := options.faults():
         raise UsageError(faults)
@@ -191,6 +194,8 @@ class _Quantization:
     """The state of one matrix while its columns are rounded."""
 
     def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor, options: SpQROptions) -> None:
+        import torch
+
         self.options, self.dtype, self.shape = options, weight_OI.dtype, (weight_OI.shape[0], weight_OI.shape[1])
         self.kept_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
         self.feedback = ErrorFeedback(weight_OI, upper_II)
@@ -198,6 +203,8 @@ class _Quantization:
         self.threshold = self._threshold(weight_OI)
 
     def run(self) -> SpQRMatrix:
+        import torch
+
         options, (rows, size) = self.options, self.shape
         codes_IO = torch.empty(size, rows, dtype=torch.uint8, device=self.cost_I.device)
         mask_IO = torch.zeros_like(codes_IO, dtype=torch.bool)
@@ -246,6 +253,8 @@ class _Quantization:
 
     def _threshold_of_fraction(self, weight_OI: torch.Tensor, fraction: float) -> float | None:
         """Return the cost that this share of weights exceeds when each is rounded in its own group, uncorrected."""
+        import torch
+
         count = int(fraction * weight_OI.numel())
         if count == 0:
             return None
@@ -271,6 +280,8 @@ class _Quantization:
 
     def _removal_gain(self, weight_CO: torch.Tensor, columns: range) -> torch.Tensor:
         """Return by how much the group's cost falls when a weight is taken out of it, [C, O]."""
+        import torch
+
         cost_C = self.cost_I[columns.start : columns.stop].unsqueeze(1)
         bits = self.options.bits
         error_CO = _rounding_error(weight_CO, *_range(weight_CO, None), bits) * cost_C
@@ -311,11 +322,13 @@ def _to_level(
     value_O: torch.Tensor, bits: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values as stored, their codes, and lowest value and step of each block of output channels."""
+    import torch
+
     rows = value_O.numel()
     padded = torch.cat([value_O, value_O[-1:].expand(-rows % block)]).view(-1, block)
     low_B, high_B = padded.aminmax(dim=1)
-    step_B = ((high_B - low_B) / (2**bits - 1)).to(LEVEL_DTYPE)
-    low_B = low_B.to(LEVEL_DTYPE)
+    step_B = ((high_B - low_B) / (2**bits - 1)).to(torch.bfloat16)
+    low_B = low_B.to(torch.bfloat16)
     steps = step_B.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     codes = ((padded - low_B.float().unsqueeze(1)) / steps).round().clamp(0, 2**bits - 1)
     codes_O = codes.flatten()[:rows].to(torch.uint8)
@@ -324,5 +337,7 @@ def _to_level(
 
 
 def _from_level(codes_OG: torch.Tensor, low_BG: torch.Tensor, step_BG: torch.Tensor, block: int) -> torch.Tensor:
+    import torch
+
     block_O = torch.arange(codes_OG.shape[0], device=codes_OG.device) // block
     return low_BG.float()[block_O] + step_BG.float()[block_O] * codes_OG.float()

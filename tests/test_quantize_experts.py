@@ -1,0 +1,134 @@
+"""Mixtures of experts survive quantization: every expert is packed under the name that loaders look for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from shardwright.cli.main import run
+from shardwright.ds_configs.quantization.layers import selected_layers
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.plugins.llm_compressor.experts import restore_expert_names
+from shardwright.plugins.llm_compressor.loading import open_source
+from shardwright.plugins.transformers import byte_tokenizer
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 384,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    """Return the directories of a Mixtral and a Qwen3-MoE with random weights."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, set_seed
+
+    configs = {
+        "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+        "qwen3-moe": Qwen3MoeConfig(
+            **SIZES, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, head_dim=32
+        ),
+    }
+    found = {}
+    for name, config in configs.items():
+        set_seed(0)
+        found[name] = tmp_path_factory.mktemp("mixtures") / name
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(found[name])
+        byte_tokenizer(384).save_pretrained(found[name])
+    return found
+
+
+def names_in(directory) -> set[str]:
+    with safe_open(directory / "model.safetensors", framework="pt") as stored:
+        return set(stored.keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "expert"),
+    [
+        ("mixtral", "gptq", "model.layers.1.block_sparse_moe.experts.3.w2"),
+        ("qwen3-moe", "rtn", "model.layers.1.mlp.experts.3.down_proj"),
+    ],
+)
+def test_round_trip(mixtures, tmp_path, capsys, name, method, expert):
+    flags = ("--dataset", "python-help", "--num-samples", "8", "--seq-len", "32") if method == "gptq" else ()
+    output = tmp_path / "q"
+    command = ["quantize", str(mixtures[name]), "--method", method, *flags, "--no-evaluate", "--format", "json"]
+    assert run([*command, "--output-dir", str(output)]) == 0
+    found = json.loads(capsys.readouterr().out)["verification"]
+    assert found["faults"] == []
+    assert found["largest_logit_difference"] <= 1e-3
+    assert found["packed_layers"] == 2 * (4 + 4 * 3)
+    stored = names_in(output)
+    assert f"{expert}.weight_packed" in stored
+    routers = {entry for entry in stored if ".gate." in entry}
+    assert routers == {entry for entry in names_in(mixtures[name]) if ".gate." in entry}, "a router was rounded"
+
+
+def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
+    """llmcompressor 0.14.0.1 writes gate_proj for w1; when it no longer does, `restore_expert_names` can go."""
+    from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+    from shardwright.plugins.llm_compressor.loading import load_for_quantization
+
+    source = open_source(str(mixtures["mixtral"]))
+    model = load_for_quantization(source, device="cpu")
+    request = EngineRequest(model=model, tokenizer=None, scheme=scheme_named("W4A16"), method="rtn")
+    quantize_with_llm_compressor(request, lambda step: None).save(tmp_path)
+    written = names_in(tmp_path)
+    assert "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_packed" in written
+    assert restore_expert_names(tmp_path, source.tensors) == 2 * 4 * 3 * 3
+    dense = {name for name in source.tensors if ".experts." not in name}
+    packed = {layer.name for layer in selected_layers(scheme_named("W4A16"), source.layers)}
+    parts = {f"{name}.{part}" for name in packed for part in ("weight_packed", "weight_scale", "weight_shape")}
+    assert names_in(tmp_path) == parts | {name for name in dense if name.removesuffix(".weight") not in packed}
+
+
+def test_names_change_and_data_stays(tmp_path):
+    before = {
+        "model.layers.0.block_sparse_moe.experts.10.gate_proj.weight_packed": torch.arange(12, dtype=torch.int32),
+        "model.layers.0.block_sparse_moe.experts.10.up_proj.weight_scale": torch.randn(3, 2).bfloat16(),
+        "model.layers.0.self_attn.q_proj.weight_scale": torch.randn(5),
+    }
+    save_file(before, tmp_path / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    weight_map = dict.fromkeys(before, "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    source = {
+        f"model.layers.0.block_sparse_moe.experts.10.{name}.weight": ((4, 4), "bfloat16") for name in ("w1", "w2", "w3")
+    }
+    assert restore_expert_names(tmp_path, source) == 2
+    after = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    renamed = {
+        "model.layers.0.block_sparse_moe.experts.10.w1.weight_packed",
+        "model.layers.0.block_sparse_moe.experts.10.w3.weight_scale",
+        "model.layers.0.self_attn.q_proj.weight_scale",
+    }
+    assert set(after) == renamed
+    assert all(torch.equal(after[new], old) for new, old in zip(sorted(renamed), before.values(), strict=True))
+    assert set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) == renamed
+    with safe_open(tmp_path / "model-00001-of-00001.safetensors", framework="pt") as stored:
+        assert stored.metadata() == {"format": "pt"}
+    assert restore_expert_names(tmp_path, source) == 0
+
+
+def test_zero_points_of_experts_are_refused(mixtures, tmp_path, capsys):
+    assert (
+        run(["quantize", str(mixtures["mixtral"]), "--scheme", "W4A16_ASYM", "--output-dir", str(tmp_path / "q")]) == 2
+    )
+    message = capsys.readouterr().err
+    assert "24 matrices of experts would have zero points" in message and "W4A16" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_fused_experts_are_not_left_dense_silently(mixtures, tmp_path, capsys):
+    assert run(["quantize", str(mixtures["mixtral"]), "--scheme", "NF4", "--output-dir", str(tmp_path / "q")]) == 2
+    message = capsys.readouterr().err
+    assert "24 matrices would stay in 16 bit" in message and "W4A16" in message
+    assert not list(tmp_path.iterdir())
