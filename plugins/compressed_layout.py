@@ -98,7 +98,8 @@ def _stray_faults(stored: Mapping[str, TensorShape], quantized: set[str]) -> lis
         if layer not in quantized and (part in _PACKED_PARTS or ".weight." in name):
             strays.setdefault(layer, []).append(part)
     return [
-        f"{layer} has {', '.join(sorted(parts))}, and was not to be quantized" for layer, parts in sorted(strays.items())
+        f"{layer} has {', '.join(sorted(parts))}, and was not to be quantized"
+        for layer, parts in sorted(strays.items())
     ]
 
 

@@ -127,18 +127,14 @@ def weight_levels(
     return _levels(shared, scale.unsqueeze(-1), shared_zero, quantization.bits, rounding).flatten(-2)
 
 
-def weight_codes(
-    weight: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization
-) -> Tensor:
+def weight_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
     """Return the int8 codes of a weight [O, I]."""
     import torch
 
     return weight_levels(weight, scale, zero_point, quantization).to(torch.int8)
 
 
-def dequantize(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization
-) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
     """Return the weight [O, I] that codes stand for, in the type of the scale; it is what loading yields."""
     if quantization.strategy == "tensor":
         return _values(codes, scale, zero_point)
@@ -294,9 +290,7 @@ def to_upstream(scheme: QuantizationScheme) -> Any:
     return UpstreamScheme.model_validate(config_group(scheme))
 
 
-def _levels(
-    values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, rounding: Rounding | None
-) -> Tensor:
+def _levels(values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, rounding: Rounding | None) -> Tensor:
     import torch
 
     scaled = values / scale

@@ -92,7 +92,7 @@ def _manager(request: TaskRequest) -> Any:
 @lru_cache(maxsize=1)
 def _indexed(names: tuple[str, ...], include_path: str | None) -> Any:
     """Return the index of tasks; only that of the include path where it holds all that is asked for."""
-    from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
+    from lm_eval.tasks import TaskManager
 
     if include_path is not None:
         own = TaskManager(include_path=include_path, include_defaults=False)
@@ -107,8 +107,8 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, batch_size: i
     Raises:
         ShardwrightError: the harness fails, such as for a data set that cannot be fetched; names its reason.
     """
-    from lm_eval import simple_evaluate  # type: ignore[import-untyped]
-    from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped]
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
 
     try:
         with _quiet_logging():

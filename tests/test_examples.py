@@ -33,6 +33,7 @@ SHOWN = {
     "distill_classifier": "the same and its teacher",
     "distill_clip": "the same and its teacher",
     "distill_self": "held by its base",
+    "distill_then_quantize": "student in 4 bit",
 }
 
 

@@ -12,7 +12,6 @@ bytes of the model's type:
                         matrix before left (`modifiers/gptq/helpers.py`, `base.py:290`)
     small_format        Σ weights · (bits + 1) / 8: what SpQR and low-rank correction have finished
     awq_inputs          N · seq_len · (inputs of attention, MLP and every scaled projection) · d
-    awq_attention       N · heads · seq_len² · d: outputs of attention are kept with its scores (`awq/base.py:638`)
     attention           heads · batch · seq_len² · (8 + d): scores in eager attention, and their softmax in fp32, which
                         CUDA fuses with the conversion: (4 + 2 · d)
 """
@@ -278,7 +277,7 @@ def _awq_input_bytes(run: _Run) -> int:
 def _awq_search(run: _Run) -> Terms:
     """The fuller of two moments: attention's outputs of all samples, and the MLP's weights while they are rounded.
 
-    Scales are judged by the outputs of all samples before and after rounding. Those of attention come with its scores.
+    Scales are judged by the outputs of all samples before and after rounding.
     Inputs of attention are freed before the MLP's turn.
     """
     sizes, tokens, block = run.dimensions, run.tokens, run.block
@@ -287,7 +286,6 @@ def _awq_search(run: _Run) -> Terms:
     attention: Terms = {
         "awq_inputs": inputs,
         "awq_outputs": 2 * outputs - tokens * sizes.hidden_size * run.width,
-        "awq_attention": (batches - 1) * run.scores * run.width,
         "attention": run.softmax_bytes,
         "awq_weights": sum(layer.numel for layer in block if layer.name.endswith(_ATTENTION_INPUTS)) * run.width,
     }
@@ -302,7 +300,7 @@ def _awq_search(run: _Run) -> Terms:
 
 
 def _autoround(run: _Run) -> Terms:
-    """Rounding, its gradient and the best so far in fp32, and the layer's outputs; read in the source."""
+    """Rounding, its gradient and the best so far in fp32, and the layer's outputs; an estimate that was not metered."""
     elements = sum(layer.numel for layer in run.block)
     outputs = run.num_samples * run.seq_len * run.dimensions.hidden_size * run.width
     return {"learned_rounding": 3 * 4 * elements, "layer_outputs": 2 * outputs}

@@ -61,8 +61,8 @@ def router_patterns(meta: Any) -> tuple[str, ...]:
 def restore_expert_names(directory: Path, source: Mapping[str, TensorShape]) -> int:
     """Give the experts of a written checkpoint the names that the original has, and return how many tensors changed.
 
-    llmcompressor 0.14.0.1 writes the experts of Mixtral as `gate_proj`, `down_proj` and `up_proj`. Transformers 5.17.0 and
-    vLLM look for `w1`, `w2` and `w3`, find none, and Transformers then runs with random experts after a mere warning.
+    llmcompressor 0.14.0.1 writes the experts of Mixtral as `gate_proj`, `down_proj` and `up_proj`. Transformers 5.17.0
+    and vLLM look for `w1`, `w2` and `w3`, find none, and Transformers runs with random experts after a mere warning.
 
     Args:
         directory: The checkpoint, changed in place.

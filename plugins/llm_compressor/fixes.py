@@ -49,9 +49,9 @@ def torchvision_is_not_needed() -> Iterator[None]:
     """Let mixtures of experts load where torchvision is not installed.
 
     llmcompressor 0.14.0.1 with transformers 5.17.0: linearising experts registers patches, and
-    `transformers/monkey_patching.py` `apply_patches` then asks `dir()` of every loaded module of Transformers. Those that
-    stand for renamed image modules import them when asked, which fails with `ModuleNotFoundError: torchvision`. They are
-    taken out of `sys.modules` for the length of the call.
+    `transformers/monkey_patching.py` `apply_patches` then asks `dir()` of every loaded module of Transformers. Those
+    that stand for renamed image modules import them when asked, which fails with `ModuleNotFoundError: torchvision`.
+    They are taken out of `sys.modules` for the length of the call.
     """
     hidden: dict[str, ModuleType] = {}
     for name, module in list(sys.modules.items()):
@@ -80,7 +80,7 @@ def attention_scores_are_not_kept() -> Iterator[None]:
 
     original = AWQModifier._run_samples
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def run_samples(modifier: Any, module: Any) -> list[Any]:
         cache = modifier._parent_args_cache[module]
         outputs = []

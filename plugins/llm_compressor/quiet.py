@@ -157,11 +157,11 @@ def _without_bars() -> Iterator[None]:
     def disabled(bar: Any, *arguments: Any, **named: Any) -> None:
         original(bar, *arguments, **(named | {"disable": True}))
 
-    tqdm.__init__ = disabled  # type: ignore[method-assign]
+    tqdm.__init__ = disabled
     try:
         yield
     finally:
-        tqdm.__init__ = original  # type: ignore[method-assign]
+        tqdm.__init__ = original
 
 
 @contextmanager

@@ -102,4 +102,5 @@ def _own_method(prepared: Prepared, model: Any, journal: Path | None, report: Re
         options=settings.method_options,
         journal=journal,
         report=report,
+        run_key=run_key(prepared),
     )

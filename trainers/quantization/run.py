@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.errors import ShardwrightError
+from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.render.write import write_files
 from ...plugins.llm_compressor.experts import restore_expert_names
@@ -23,7 +24,8 @@ from .engines import quantize_in_memory
 from .inputs import Notify, Prepared, prepare
 from .journal_place import discard_journal, journal_directory
 from .report import Outcome, report_files
-from .verify import fail_output, reference_logits, verify_checkpoint
+from .spqr import SMALL_DIRECTORY
+from .verify import UNPROVEN, ReferenceLogits, Verification, fail_output, reference_logits, verify_checkpoint
 
 _PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
 
@@ -97,14 +99,13 @@ def run_prepared(
         with _timed(seconds, "writing"):
             reference = reference_logits(quantized.model, probe_tokens(prepared))
             layers = quantized.quantized_layers
+            loads = getattr(quantized, "loads_in_transformers", True)
             quantized.save(staging)
             restore_expert_names(staging, prepared.source.tensors)
             copy_companions(prepared.source.directory, staging)
             del quantized
         with _timed(seconds, "verifying"):
-            verification = verify_checkpoint(
-                staging, reference=reference, layers=prepared.layers, scheme=prepared.scheme
-            )
+            verification = _verified(prepared, staging, reference) if loads else UNPROVEN
         if not verification.passed:
             discard_journal(output_dir)
             kept = fail_output(staging, output_dir, verification)
@@ -113,9 +114,11 @@ def run_prepared(
                 f"{output_dir}"
             )
         publish(staging, output_dir)
+    if not loads:
+        notify("Transformers does not load this format without optimum or gptqmodel: it was not reloaded")
     discard_journal(output_dir)
     evaluation = None
-    if evaluate:
+    if evaluate and loads:
         with _timed(seconds, "evaluating"):
             evaluation = _evaluation(prepared, output_dir, device, notify, on_evaluation)
     outcome = Outcome(
@@ -127,6 +130,18 @@ def run_prepared(
     )
     write_files(report_files(outcome), output_dir, force=True)
     return outcome
+
+
+def _verified(prepared: Prepared, staging: Path, reference: ReferenceLogits) -> Verification:
+    """Verify the checkpoint; own formats lie beside a dense export, which is what loaders read."""
+    engine = METHODS[prepared.resolved.method].engine
+    return verify_checkpoint(
+        staging,
+        reference=reference,
+        layers=prepared.layers,
+        scheme=None if engine == "shardwright" else prepared.scheme,
+        expected_bytes=prepared.checkpoint_bytes if engine in ("llm-compressor", "bitsandbytes") else None,
+    )
 
 
 def default_device() -> str:
@@ -162,9 +177,10 @@ def _evaluation(
             stride_tokens=prepared.seq_len,
             available_windows=len(samples.evaluation),
         )
+    packed = output_dir / SMALL_DIRECTORY
     try:
         return evaluate_model(
-            str(output_dir),
+            str(packed if packed.is_dir() else output_dir),
             baseline=str(prepared.source.directory),
             text=text,
             device=device,

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...plugins.compressed_layout import layout_faults
 from .reload_worker import FACTS, LOGITS
 
 TOLERANCE = 1e-3
@@ -60,14 +61,20 @@ class Verification:
     def facts(self) -> list[tuple[str, str]]:
         """Return what was checked, for tables."""
         difference = self.largest_logit_difference
+        if difference is None:
+            return [("reloaded in a fresh process", "no: Transformers needs optimum or gptqmodel for this format")]
         return [
             ("reloaded in a fresh process", "no key missing or left over"),
             (
                 "largest difference of a logit",
                 f"{difference:g} on {self.compared_tokens:,} tokens (allowed {TOLERANCE:g})",
             ),
-            ("matrices stored as the scheme says", f"{self.packed_layers:,}"),
+            ("matrices stored as the scheme says", f"{self.packed_layers:,}" if self.packed_layers else "dense export"),
         ]
+
+
+UNPROVEN = Verification(faults=(), largest_logit_difference=None, compared_tokens=0, packed_layers=0)
+"""For formats that Transformers does not load without further packages."""
 
 
 def reference_logits(model: Any, token_rows: Sequence[Sequence[int]]) -> ReferenceLogits:
@@ -88,13 +95,24 @@ def verify_checkpoint(
     *,
     reference: ReferenceLogits,
     layers: Sequence[LinearLayer],
-    scheme: QuantizationScheme,
+    scheme: QuantizationScheme | None,
+    expected_bytes: int | None = None,
     tolerance: float = TOLERANCE,
     timeout_seconds: float = _LONGEST_SECONDS,
 ) -> Verification:
-    """Load a checkpoint in a fresh process and compare keys, stored layout and logits."""
-    faults = _layout_faults(directory, layers, scheme)
-    packed = len(layers) - len(faults)
+    """Load a checkpoint in a fresh process and compare keys, stored layout and logits.
+
+    Args:
+        directory: The checkpoint.
+        reference: What the model in memory answered.
+        layers: The layers that were quantized.
+        scheme: How they are stored; `None` for a dense checkpoint.
+        expected_bytes: Bytes of all tensors as computed before; `None` leaves the sum unchecked.
+        tolerance: Largest allowed difference of a logit.
+        timeout_seconds: When the fresh process is given up.
+    """
+    faults = layout_faults(directory, scheme, layers, expected_bytes=expected_bytes)
+    packed = 0 if scheme is None or faults else len(layers)
     difference = None
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as work:
         failure = _reload(directory, Path(work), reference, timeout_seconds)
@@ -140,12 +158,6 @@ def _largest_difference(file: Path, reference: ReferenceLogits) -> float:
     answers = load_file(str(file))
     largest = [(answers[str(index)] - logits).abs().max() for index, logits in enumerate(reference.logits)]
     return max(float(value) for value in largest)
-
-
-def _layout_faults(directory: Path, layers: Sequence[LinearLayer], scheme: QuantizationScheme) -> list[str]:
-    from ...plugins.compressed_layout import layout_faults
-
-    return layout_faults(directory, scheme, layers)
 
 
 def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:
