@@ -11,10 +11,9 @@ from typing import Any
 
 @contextmanager
 def all_fixes() -> Iterator[None]:
-    """Apply every workaround that this machine needs."""
+    """Apply every workaround that a run needs; loading mixtures has one of its own."""
     with ExitStack() as stack:
         stack.enter_context(no_pinned_memory_without_cuda())
-        stack.enter_context(torchvision_is_not_needed())
         stack.enter_context(attention_scores_are_not_kept())
         yield
 

@@ -111,7 +111,8 @@ def prepare(
         samples, seq_len = _samples(settings, source, tokenizer, notify)
     if faults:
         raise UsageError(faults)
-    for remark in scheme_remarks(scheme, source.layers):
+    # Their dense export runs wherever dense weights do.
+    for remark in () if METHODS[resolved.method].engine == "shardwright" else scheme_remarks(scheme, source.layers):
         notify(remark)
     prepared = Prepared(
         source=source,

@@ -1,0 +1,151 @@
+"""A written checkpoint is proven by a fresh process; whatever is wrong with it is found and named."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from shardwright.ds_configs.quantization.layers import selected_layers
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
+from shardwright.trainers.quantization.verify import (
+    TOLERANCE,
+    UNPROVEN,
+    Verification,
+    fail_output,
+    reference_logits,
+    verify_checkpoint,
+)
+
+SCHEME = scheme_named("W4A16")
+TOKENS = [[5, 9, 300, 7, 1], [1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return a checkpoint of a two-layer Llama, its quantized layers, and what it answers in memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    place = tmp_path_factory.mktemp("written")
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=384,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "source")
+    source = open_source(str(place / "source"))
+    model = load_for_quantization(source, device="cpu")
+    request = EngineRequest(model=model, tokenizer=None, scheme=SCHEME, method="rtn")
+    quantized = quantize_with_llm_compressor(request, lambda step: None)
+    reference = reference_logits(quantized.model, TOKENS)
+    quantized.save(place / "checkpoint")
+    return place / "checkpoint", selected_layers(SCHEME, source.layers), reference
+
+
+def verified(written, directory, **changes):
+    _, layers, reference = written
+    given = {"reference": reference, "layers": layers, "scheme": SCHEME} | changes
+    return verify_checkpoint(directory, **given)
+
+
+def damaged(written, tmp_path, change):
+    """Return a copy of the checkpoint whose tensors went through `change`."""
+    copy = tmp_path / "copy"
+    shutil.copytree(written[0], copy)
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_a_sound_checkpoint_passes_and_a_flipped_bit_does_not(written, tmp_path):
+    sound = verified(written, written[0])
+    assert sound.passed and sound.packed_layers == 14 and sound.compared_tokens == 8
+    assert sound.largest_logit_difference <= TOLERANCE
+    assert dict(sound.facts())["matrices stored as the scheme says"] == "14"
+
+    def flip(tensors):
+        tensors["model.layers.1.mlp.down_proj.weight_packed"][3, 2] ^= 1 << 7
+
+    found = verified(written, damaged(written, tmp_path, flip))
+    assert not found.passed and found.packed_layers == 14
+    assert "reloaded logits differ" in found.reason
+
+
+def test_a_lost_tensor_is_named(written, tmp_path):
+    """Transformers only warns of missing tensors and goes on with random ones."""
+    found = verified(
+        written, damaged(written, tmp_path, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
+    )
+    assert "1 missing keys when reloaded: model.layers.0.input_layernorm.weight" in found.reason
+
+
+def test_a_layer_that_was_left_dense_is_named(written, tmp_path, monkeypatch):
+    from shardwright.trainers.quantization import verify
+
+    # The files alone tell it.
+    monkeypatch.setattr(verify, "_reload", lambda *_: "not reloaded here")
+
+    def left_dense(tensors):
+        name = "model.layers.0.self_attn.q_proj"
+        for part in ("weight_packed", "weight_scale", "weight_shape"):
+            del tensors[f"{name}.{part}"]
+        tensors[f"{name}.weight"] = torch.zeros(128, 128, dtype=torch.bfloat16)
+
+    found = verified(written, damaged(written, tmp_path, left_dense))
+    assert "model.layers.0.self_attn.q_proj" in found.reason and found.packed_layers == 0
+
+
+def test_another_size_than_computed_is_told(written, tmp_path, monkeypatch):
+    from shardwright.trainers.quantization import verify
+
+    monkeypatch.setattr(verify, "_reload", lambda *_: None)
+    monkeypatch.setattr(verify.json, "loads", lambda _: {})
+    monkeypatch.setattr(verify.Path, "read_text", lambda *_, **__: "")
+    monkeypatch.setattr(verify, "_largest_difference", lambda *_: 0.0)
+    monkeypatch.setattr(verify, "layout_faults", lambda *_, expected_bytes: [f"not {expected_bytes} bytes"])
+    assert verified(written, written[0], expected_bytes=17).reason == "not 17 bytes"
+
+
+def test_a_checkpoint_that_does_not_load_says_why(written, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(written[0], copy)
+    (copy / "config.json").write_text("{}")
+    found = verified(written, copy)
+    assert "it cannot be loaded and run" in found.reason
+    assert found.largest_logit_difference is None
+
+
+def test_a_process_that_hangs_is_given_up(written):
+    found = verified(written, written[0], timeout_seconds=0.05)
+    assert "within 0 s" in found.reason
+
+
+def test_what_failed_is_kept_with_its_reason_and_nothing_is_overwritten(tmp_path):
+    output = tmp_path / "q"
+    verification = Verification(
+        faults=("first", "second"), largest_logit_difference=None, compared_tokens=0, packed_layers=0
+    )
+    for name in ("q.failed", "q.failed-2", "q.failed-3"):
+        staging = tmp_path / "staging"
+        staging.mkdir()
+        (staging / "config.json").write_text(name)
+        assert fail_output(staging, output, verification) == tmp_path / name
+        assert (tmp_path / name / "config.json").read_text() == name
+        assert (tmp_path / name / "FAILED.txt").read_text() == "first\nsecond\n"
+    assert not output.exists()
+
+
+def test_what_cannot_be_proven_says_so():
+    assert UNPROVEN.passed
+    assert UNPROVEN.facts() == [
+        ("reloaded in a fresh process", "no: Transformers needs optimum or gptqmodel for this format")
+    ]
