@@ -1,0 +1,150 @@
+"""What stands in a quantized file, against numbers worked out by hand: names, shapes, types and the order of bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+
+LAYER = "model.layers.0.self_attn.q_proj"
+WIDTH, GROUP = 32, 16
+LOW_WORD, HIGH_WORD = 0x76543210, 0xFEDCBA98 - (1 << 32)
+"""Codes -8 to -1 and 0 to 7, eight in a word, each plus 8, the first one in the lowest four bits."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Return the directory of a Llama with one layer of width 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    directory = tmp_path_factory.mktemp("source")
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=32,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def written(source, directory, weight_OI, scheme, calibration=(), before=lambda model: None):
+    """Quantize with these query weights, and return the tensors of that layer and the stated configuration."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model.model.layers[0].self_attn.q_proj.weight.data.copy_(weight_OI)
+    before(model)
+    request = EngineRequest(model=model, tokenizer=None, scheme=scheme, method="rtn", calibration=calibration)
+    quantize_with_llm_compressor(request, lambda step: None).save(directory)
+    tensors = {
+        name.removeprefix(f"{LAYER}."): tensor
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if name.startswith(f"{LAYER}.")
+    }
+    return tensors, json.loads((directory / "config.json").read_text())["quantization_config"]
+
+
+def assert_tensors(found, expected):
+    assert found.keys() == expected.keys()
+    for name, (shape, dtype) in expected.items():
+        assert tuple(found[name].shape) == shape, name
+        assert found[name].dtype == dtype, name
+
+
+def test_symmetric_int4(source, tmp_path):
+    # Scale 1 = 7.5 / 7.5; -7.5 rounds to the even -8, and 7.5 is cut to 7 first.
+    row = torch.tensor([-7.5, *range(-7, 7), 7.5])
+    weight = torch.zeros(WIDTH, WIDTH)
+    weight[0, :GROUP], weight[0, GROUP:], weight[5, GROUP:] = row, 2 * row, -row.flip(0)
+    found, stated = written(source, tmp_path, weight, changed(scheme_named("W4A16"), group_size=GROUP))
+    assert_tensors(
+        found,
+        {
+            "weight_packed": ((WIDTH, WIDTH * 4 // 32), torch.int32),
+            "weight_scale": ((WIDTH, WIDTH // GROUP), torch.bfloat16),
+            "weight_shape": ((2,), torch.int64),
+        },
+    )
+    assert found["weight_packed"][0].tolist() == [LOW_WORD, HIGH_WORD, LOW_WORD, HIGH_WORD]
+    # Mirrored, the row is -7.5, -6, ..., 6, 7, 7.5: codes -8, -6, ..., 7, 7.
+    nibbles = [0, 2, 3, 4, 5, 6, 7, 8]
+    assert found["weight_packed"][5, 2].item() == sum(value << 4 * place for place, value in enumerate(nibbles)) - (
+        1 << 32
+    )
+    assert found["weight_scale"][0].tolist() == [1.0, 2.0]
+    assert found["weight_shape"].tolist() == [WIDTH, WIDTH]
+    assert stated["format"] == "pack-quantized" and stated["ignore"] == ["lm_head"]
+    weights = stated["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["symmetric"], weights["group_size"]) == (4, True, GROUP)
+
+
+def test_asymmetric_int4(source, tmp_path):
+    # Row r runs from -r to 15 - r: scale 15 / 15, zero point -8 + r, so that every row has the codes -8 to 7.
+    weight = torch.zeros(WIDTH, WIDTH)
+    for row in range(8):
+        weight[row, :GROUP] = torch.arange(16.0) - row
+    found, stated = written(source, tmp_path, weight, changed(scheme_named("W4A16_ASYM"), group_size=GROUP))
+    assert_tensors(
+        found,
+        {
+            "weight_packed": ((WIDTH, WIDTH * 4 // 32), torch.int32),
+            "weight_scale": ((WIDTH, WIDTH // GROUP), torch.bfloat16),
+            "weight_shape": ((2,), torch.int64),
+            "weight_zero_point": ((WIDTH * 4 // 32, WIDTH // GROUP), torch.int32),
+        },
+    )
+    for row in range(8):
+        assert found["weight_packed"][row, :2].tolist() == [LOW_WORD, HIGH_WORD]
+    assert found["weight_scale"][:8, 0].tolist() == [1.0] * 8
+    # Zero points are packed down the rows: that of row r stands at bit 4r, plus 8.
+    assert found["weight_zero_point"][0, 0].item() == LOW_WORD
+    assert stated["config_groups"]["group_0"]["weights"]["symmetric"] is False
+
+
+def test_dynamic_int8(source, tmp_path):
+    # Scale 1 = 127.5 / 127.5 for the row; -127.5 rounds to the even -128, 127.5 is cut to 127.
+    weight = torch.zeros(WIDTH, WIDTH)
+    weight[3, :6] = torch.tensor([-127.5, -127.0, -1.0, 0.5, 64.0, 127.5])
+    weight[4, :2] = torch.tensor([255.0, -1.0])
+    found, stated = written(source, tmp_path, weight, scheme_named("W8A8"))
+    assert_tensors(found, {"weight": ((WIDTH, WIDTH), torch.int8), "weight_scale": ((WIDTH, 1), torch.bfloat16)})
+    assert found["weight"][3, :6].tolist() == [-128, -127, -1, 0, 64, 127]
+    assert found["weight"][4, :2].tolist() == [127, 0]
+    assert found["weight_scale"][3:5, 0].tolist() == [1.0, 2.0]
+    assert stated["format"] == "int-quantized"
+    inputs = stated["config_groups"]["group_0"]["input_activations"]
+    assert (inputs["num_bits"], inputs["strategy"], inputs["dynamic"]) == (8, "token", True)
+
+
+def test_static_int8(source, tmp_path):
+    seen = []
+
+    def watch(model):
+        def hook(module, arguments):
+            seen.append(arguments[0].detach().abs().max().float())
+
+        model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(hook)
+
+    calibration = [{"input_ids": list(range(start, start + 16))} for start in (0, 16, 32)]
+    found, stated = written(source, tmp_path, torch.eye(WIDTH), scheme_named("W8A8_STATIC"), calibration, watch)
+    assert_tensors(
+        found,
+        {
+            "weight": ((WIDTH, WIDTH), torch.int8),
+            "weight_scale": ((WIDTH, 1), torch.bfloat16),
+            "input_scale": ((1,), torch.bfloat16),
+        },
+    )
+    assert found["input_scale"].item() == (max(seen) / 127.5).bfloat16().item()
+    assert found["weight"].diagonal().tolist() == [127] * WIDTH
+    inputs = stated["config_groups"]["group_0"]["input_activations"]
+    assert (inputs["num_bits"], inputs["strategy"], inputs["dynamic"]) == (8, "tensor", False)
