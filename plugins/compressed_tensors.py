@@ -70,6 +70,8 @@ def range_scale_and_zero_point(
     if symmetric:
         return scale, None
     zero_point = torch.round(torch.clamp(least - low / scale, least, largest))
+    # Upstream divides 0 by 0 for a range of zeros alone, and its NaN becomes the integer 0.
+    zero_point = torch.where(low == high, torch.zeros_like(zero_point), zero_point)
     return scale, zero_point.to(torch.int8)
 
 

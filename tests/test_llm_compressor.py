@@ -16,7 +16,7 @@ import torch
 from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from shardwright.plugins.llm_compressor.fixes import no_pinned_memory_without_cuda
+from shardwright.plugins.llm_compressor.fixes import attention_scores_are_not_kept, no_pinned_memory_without_cuda
 from shardwright.plugins.llm_compressor.journal import Journal
 from shardwright.plugins.llm_compressor.quiet import import_upstream, quiet_upstream
 from shardwright.plugins.llm_compressor.recipe_objects import build_modifiers
@@ -335,6 +335,33 @@ def test_upstream_still_pins_memory_without_an_accelerator():
             cache.pin_memory(0)
     with no_pinned_memory_without_cuda():
         cache.pin_memory(0)
+
+
+def test_upstream_still_keeps_attention_scores_of_all_samples():
+    from types import SimpleNamespace
+
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    class Scores:
+        alive = most = 0
+
+        def __init__(self):
+            Scores.alive += 1
+            Scores.most = max(Scores.most, Scores.alive)
+
+        def __del__(self):
+            Scores.alive -= 1
+
+    def attention(number):
+        return number, Scores()
+
+    modifier = SimpleNamespace(_parent_args_cache={attention: [{"number": number} for number in range(5)]})
+    assert AWQModifier._run_samples(modifier, attention) == [0, 1, 2, 3, 4]
+    assert Scores.most == 5
+    Scores.most = 0
+    with attention_scores_are_not_kept():
+        assert AWQModifier._run_samples(modifier, attention) == [0, 1, 2, 3, 4]
+    assert Scores.most <= 2
 
 
 def test_upstream_still_demands_a_processor_for_tokens(source):

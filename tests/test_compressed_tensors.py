@@ -1,0 +1,158 @@
+"""Codes, scales and packing are compressed-tensors' own, bit for bit; gradients pass through all but the rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization.lifecycle.forward import dequantize as upstream_dequantize
+from compressed_tensors.quantization.lifecycle.forward import quantize as upstream_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.quantization.scheme import (
+    ActivationQuantization,
+    QuantizationScheme,
+    WeightQuantization,
+    scheme_named,
+)
+from shardwright.plugins.compressed_tensors import (
+    activation_codes,
+    activation_scale_and_zero_point,
+    code_range,
+    dequantize,
+    dequantize_activations,
+    pack_tensors,
+    to_upstream,
+    unpack_tensors,
+    weight_codes,
+    weight_levels,
+    weight_scale_and_zero_point,
+)
+
+GROUP = 16
+
+
+def quantization(bits, symmetric, strategy):
+    return WeightQuantization(
+        bits=bits, symmetric=symmetric, strategy=strategy, group_size=GROUP if strategy == "group" else None
+    )
+
+
+def upstream_parameters(weight, asked):
+    """Scales and zero points by upstream's own function, from ranges found here by plain slices."""
+    arguments = to_upstream(QuantizationScheme(name="x", weights=asked)).weights
+    shared = {"tensor": weight.reshape(1, -1), "channel": weight, "group": weight.reshape(len(weight), -1, GROUP)}
+    values = shared[asked.strategy]
+    low, high = values.amin(-1), values.amax(-1)
+    if asked.strategy == "channel":
+        low, high = low[:, None], high[:, None]
+    scale, zero_point = calculate_qparams(low, high, arguments)
+    return arguments, scale, zero_point
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    strategy=st.sampled_from(["tensor", "channel", "group"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+    spread=st.sampled_from([1e-6, 0.02, 1.0, 300.0]),
+)
+def test_weights_are_coded_as_upstream_codes_them(bits, symmetric, strategy, dtype, seed, spread):
+    draw = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(6, 2 * GROUP, generator=draw) * spread).to(dtype)
+    weight[2, :GROUP] = 0
+    asked = quantization(bits, symmetric, strategy)
+    scale, zero_point = weight_scale_and_zero_point(weight, asked)
+    arguments, wanted_scale, wanted_zero = upstream_parameters(weight, asked)
+    assert torch.equal(scale, wanted_scale.reshape(scale.shape))
+    assert (zero_point is None) == symmetric
+    if zero_point is not None:
+        assert torch.equal(zero_point, wanted_zero.reshape(zero_point.shape).to(torch.int8))
+    codes = weight_codes(weight, scale, zero_point, asked)
+    given_zero = torch.zeros_like(wanted_scale, dtype=torch.int8) if symmetric else wanted_zero
+    wanted = upstream_quantize(weight, wanted_scale, given_zero, arguments, dtype=torch.int8)
+    assert torch.equal(codes, wanted)
+    least, largest = code_range(bits)
+    assert codes.min() >= least and codes.max() <= largest
+    back = upstream_dequantize(wanted, wanted_scale, given_zero, arguments)
+    assert torch.equal(dequantize(codes, scale, zero_point, asked), back.to(scale.dtype))
+
+
+def test_a_scale_is_rounded_before_codes_are_made():
+    """7.3 / 7.5 is 0.97333, in bf16 0.97265625: 3.4065 is 3.4998 of the first and 3.5023 of the second."""
+    weight = torch.zeros(1, GROUP)
+    weight[0, 0], weight[0, 1] = 7.3, 3.4065
+    asked = quantization(4, True, "group")
+    scale, _ = weight_scale_and_zero_point(weight, asked, torch.bfloat16)
+    assert scale.dtype == torch.bfloat16 and scale.item() == 0.97265625
+    exact, _ = weight_scale_and_zero_point(weight, asked)
+    assert exact.item() == pytest.approx(7.3 / 7.5, rel=1e-7)
+    assert weight_codes(weight, exact, None, asked)[0, 1] == 3
+    assert weight_codes(weight, scale, None, asked)[0, 1] == 4
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("shape", [(2, 5, 32), (7, 32)])
+def test_activations_are_coded_by_token(symmetric, shape):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+    asked = ActivationQuantization(symmetric=symmetric)
+    scale, zero_point = activation_scale_and_zero_point(values, asked)
+    codes = activation_codes(values, scale, zero_point, asked)
+    error = (dequantize_activations(codes, scale, zero_point) - values).abs()
+    # Half a step, and one step at the end of a symmetric range, which has one code fewer above 0.
+    assert (error <= scale * (1.01 if symmetric else 0.51)).all()
+    assert codes.dtype == torch.int8
+    if len(shape) == 3:
+        assert scale.shape == (2, 5, 1)
+
+
+def test_gradients_pass_through_all_but_the_rounding():
+    """With a rounding that hands gradients on, d code / d weight is 1 / scale inside the range, 0 where it is cut."""
+    weight = torch.tensor([[0.6, -0.2, 9.0, -9.0] + [0.1] * 12], requires_grad=True)
+    asked = quantization(4, True, "group")
+    scale = torch.tensor([[0.5]])
+
+    def straight_through(levels):
+        return levels + (levels.round() - levels).detach()
+
+    levels = weight_levels(weight, scale, None, asked, rounding=straight_through)
+    assert torch.equal(levels.detach().to(torch.int8), weight_codes(weight.detach(), scale, None, asked))
+    levels.sum().backward()
+    assert weight.grad.tolist() == [[2.0, 2.0, 0.0, 0.0] + [2.0] * 12]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    strategy=st.sampled_from(["channel", "group"]),
+    rows=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+)
+def test_packing_comes_back(bits, symmetric, strategy, rows, seed):
+    weight = torch.randn(rows, 3 * GROUP, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    scheme = QuantizationScheme(name="x", weights=quantization(bits, symmetric, strategy))
+    scale, zero_point = weight_scale_and_zero_point(weight, scheme.weights)
+    codes = weight_codes(weight, scale, zero_point, scheme.weights)
+    tensors = pack_tensors("layer", codes, scale, zero_point, scheme)
+    assert tensors["layer.weight_packed"].dtype == torch.int32
+    assert tensors["layer.weight_packed"].shape == (rows, -(-3 * GROUP * bits // 32))
+    found = unpack_tensors("layer", tensors, scheme)
+    assert torch.equal(found.codes, codes) and torch.equal(found.scale, scale)
+    assert symmetric or torch.equal(found.zero_point, zero_point)
+
+
+def test_ranges_of_activations_are_stored_beside_bytes():
+    scheme = scheme_named("W8A8_STATIC")
+    weight = torch.randn(4, 8)
+    scale, _ = weight_scale_and_zero_point(weight, scheme.weights)
+    codes = weight_codes(weight, scale, None, scheme.weights)
+    tensors = pack_tensors("layer", codes, scale, None, scheme, input_scale=torch.tensor(0.25))
+    assert set(tensors) == {"layer.weight", "layer.weight_scale", "layer.input_scale"}
+    assert tensors["layer.input_scale"].shape == (1,)
+    found = unpack_tensors("layer", tensors, scheme)
+    assert torch.equal(found.codes, codes) and found.input_scale.item() == 0.25
+    with pytest.raises(KeyError, match="weight_scale"):
+        unpack_tensors("other", tensors, scheme)
