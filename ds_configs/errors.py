@@ -31,8 +31,10 @@ class Fault:
 
 
 def _abbreviate(value: object, longest: int = 80) -> str:
+    """Keep both ends: what tells two long paths apart mostly stands at the end."""
     text = repr(value)
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    kept = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:kept]}...{text[-kept:]}"
 
 
 class FaultsError(ShardwrightError):

@@ -34,6 +34,8 @@ _PACKED_PARTS = (
 """Last parts of names that only quantized layers have."""
 _ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "block_structure")
 """What a loader computes with, of the arguments that `config.json` states."""
+_DEFAULTS: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+"""What compressed-tensors 0.19.0 takes where an argument is not stated (`quantization/quant_args.py`)."""
 
 
 def layout_faults(
@@ -145,7 +147,7 @@ def _argument_faults(place: str, stated: Any, wanted: Any) -> list[str]:
     return [
         f"{place}.{key} is {stated.get(key)!r}, not {wanted[key]!r}"
         for key in _ARGUMENTS
-        if (stated.get(key) or None) != (wanted[key] or None)
+        if stated.get(key, _DEFAULTS.get(key)) != wanted[key]
     ]
 
 

@@ -241,10 +241,11 @@ def killed_ranks(text: str) -> tuple[tuple[int, str], ...]:
     ((1, 'SIGKILL'),)
     """
     found = {int(rank): int(number) for rank, number in _DEAD_RANK.findall(text)}
-    return tuple((rank, _signal_name(number)) for rank, number in sorted(found.items()) if number != signal.SIGTERM)
+    return tuple((rank, signal_name(number)) for rank, number in sorted(found.items()) if number != signal.SIGTERM)
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number where it has none here."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -124,6 +124,19 @@ def test_a_checkpoint_that_does_not_load_says_why(written, tmp_path):
     assert found.largest_logit_difference is None
 
 
+def test_a_row_of_nan_is_no_small_difference(written, tmp_path):
+    """Python's `max` passes over NaN unless it comes first."""
+    from shardwright.trainers.quantization.verify import _largest_difference
+
+    _, _, reference = written
+    answers = {str(index): logits.clone() for index, logits in enumerate(reference.logits)}
+    save_file(answers, tmp_path / "same.safetensors")
+    assert _largest_difference(tmp_path / "same.safetensors", reference) == 0
+    answers["1"][2, 5] = float("nan")
+    save_file(answers, tmp_path / "nan.safetensors")
+    assert not _largest_difference(tmp_path / "nan.safetensors", reference) <= TOLERANCE
+
+
 def test_a_process_that_hangs_is_given_up(written):
     found = verified(written, written[0], timeout_seconds=0.05)
     assert "within 0 s" in found.reason

@@ -14,6 +14,7 @@ from typing import Any
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.compressed_layout import layout_faults
+from ...plugins.launching import signal_name
 from .reload_worker import FACTS, LOGITS
 
 TOLERANCE = 1e-3
@@ -148,16 +149,20 @@ def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_sec
         return f"it was not loaded and run within {timeout_seconds:.0f} s"
     if done.returncode == 0:
         return None
+    if done.returncode < 0:
+        return f"the process that loads it was ended by {signal_name(-done.returncode)}"
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
     return f"it cannot be loaded and run: {lines[-1] if lines else f'exit code {done.returncode}'}"
 
 
 def _largest_difference(file: Path, reference: ReferenceLogits) -> float:
+    import torch
     from safetensors.torch import load_file
 
     answers = load_file(str(file))
     largest = [(answers[str(index)] - logits).abs().max() for index, logits in enumerate(reference.logits)]
-    return max(float(value) for value in largest)
+    # Not Python's max, which skips a NaN that is not the first.
+    return float(torch.stack(largest).max())
 
 
 def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:
