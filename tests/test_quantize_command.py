@@ -78,6 +78,7 @@ def test_a_checkpoint_loads_and_says_what_it_is(model, tmp_path, capsys):
         assert (output / name).is_file()
     written = b"".join(contents(output).values())
     assert str(tmp_path).encode() not in written.replace(str(model).encode(), b""), "machine paths in the checkpoint"
+    assert str(model).encode() not in (output / "README.md").read_bytes()
     assert contents(model) == before
     assert {path.name for path in tmp_path.iterdir()} == {"q"}
 

@@ -63,7 +63,7 @@ def quiet_upstream() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_environment())
         stack.enter_context(_warnings_to_logging())
-        stack.enter_context(_without_bars())
+        stack.enter_context(without_bars())
         stack.enter_context(_without_tracing_remark())
         stack.enter_context(warnings.catch_warnings())
         # compressed-tensors counts modules in host memory as offloaded, and Transformers warns of those when it saves.
@@ -149,7 +149,8 @@ def _pass_on(message: Any) -> None:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
+    """Show none of the bars that libraries draw with tqdm."""
     from tqdm.std import tqdm
 
     original = tqdm.__init__

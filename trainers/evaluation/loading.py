@@ -9,6 +9,7 @@ from typing import Any
 
 from ...ds_configs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.hub import ModelSource, read_model_source
+from ...plugins.llm_compressor.quiet import without_bars
 from ..text import TOKENIZER_FILES, load_tokenizer
 from .stored_sizes import SMALL_FORMAT
 
@@ -192,17 +193,18 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
     from transformers import AutoModelForCausalLM
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            str(directory),
-            dtype=dtype,
-            device_map={"": device},
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        model.eval()
-        with torch.inference_mode():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+        with without_bars():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                str(directory),
+                dtype=dtype,
+                device_map={"": device},
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            model.eval()
+            with torch.inference_mode():
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     except Exception as error:
         # A format's own library raises whatever it likes.
         rule = f"cannot be loaded ({type(error).__name__}: {_one_line(error)})"

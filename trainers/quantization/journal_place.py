@@ -12,7 +12,8 @@ _SUFFIX = ".journal"
 
 def journal_directory(output_dir: Path) -> Path:
     """Return the directory of the journal that belongs to an output directory."""
-    return output_dir.with_name(output_dir.name + _SUFFIX)
+    place = output_dir.resolve()
+    return place.with_name(place.name + _SUFFIX)
 
 
 def journal_faults(output_dir: Path, *, resume: bool, force: bool) -> list[Fault]:

@@ -133,17 +133,19 @@ def model_card(outcome: Outcome) -> str:
     """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
     prepared = outcome.prepared
     front = ["library_name: transformers", "pipeline_tag: text-generation"]
-    if not Path(prepared.source.name).exists():
+    # A card is published with the checkpoint: of a local model it tells the name, not the place.
+    is_local = Path(prepared.source.name).exists()
+    origin = Path(prepared.source.name).resolve().name if is_local else prepared.source.name
+    if not is_local:
         front += [f"base_model: {json.dumps(prepared.source.name)}", "base_model_relation: quantized"]
     front += ["tags:", f"- {prepared.scheme.storage}", f"- {prepared.resolved.method}", "- shardwright"]
-    name = Path(prepared.source.name).name
     lines = [
         "---",
         *front,
         "---",
-        f"# {name}, {prepared.scheme.name}",
+        f"# {origin.rpartition('/')[2]}, {prepared.scheme.name}",
         "",
-        f"Quantized from `{prepared.source.name}`"
+        f"Quantized from `{origin}`"
         + (f" at `{prepared.source.revision}`" if prepared.source.revision else "")
         + f" by {prepared.resolved.method}. What it cost is in [{REPORT_FILE}]({REPORT_FILE}).",
         "",
@@ -151,7 +153,7 @@ def model_card(outcome: Outcome) -> str:
         "",
         "## License",
         "",
-        f"That of `{prepared.source.name}`: read its card before you publish this one.",
+        f"That of `{origin}`: read its card before you publish this one.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -15,6 +15,7 @@ from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.render.write import write_files
 from ...plugins.llm_compressor.experts import restore_expert_names
+from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.quantized_model import ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
 from ..evaluation.result import Evaluation
@@ -91,7 +92,7 @@ def run_prepared(
     seconds: dict[str, float] = {}
     if not resume:
         discard_journal(output_dir)
-    with _staged(output_dir) as staging:
+    with without_bars(), _staged(output_dir) as staging:
         with _timed(seconds, "quantizing"):
             quantized = quantize_in_memory(
                 prepared, journal=journal_directory(output_dir), device=device or default_device(), report=report
@@ -113,7 +114,7 @@ def run_prepared(
                 f"the checkpoint did not pass: {verification.reason}; it lies in {kept}, and nothing was written to "
                 f"{output_dir}"
             )
-        publish(staging, output_dir)
+        publish(staging, output_dir.resolve())
     if not loads:
         notify("Transformers does not load this format without optimum or gptqmodel: it was not reloaded")
     discard_journal(output_dir)
@@ -194,8 +195,9 @@ def _evaluation(
 
 @contextmanager
 def _staged(output_dir: Path) -> Iterator[Path]:
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=output_dir.parent, prefix=f".{output_dir.name}."))
+    place = output_dir.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
     try:
         yield staging
     finally:

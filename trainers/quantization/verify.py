@@ -167,10 +167,11 @@ def _largest_difference(file: Path, reference: ReferenceLogits) -> float:
 
 def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:
     """Keep a checkpoint that did not pass under a name that says so, with the reason in it; return where."""
-    place = output_dir.with_name(f"{output_dir.name}.failed")
+    output = output_dir.resolve()
+    place = output.with_name(f"{output.name}.failed")
     number = 2
     while place.exists():
-        place = output_dir.with_name(f"{output_dir.name}.failed-{number}")
+        place = output.with_name(f"{output.name}.failed-{number}")
         number += 1
     (staging / REASON_FILE).write_text("\n".join(verification.faults) + "\n", encoding="utf-8")
     staging.rename(place)
