@@ -110,6 +110,12 @@ class Hub(BaseHTTPRequestHandler):
             self.fail(*ERRORS[repository])
         elif repository not in FILES:
             self.fail(404, "RepoNotFound")
+        elif api and parts[4:5] == ["tree"]:
+            listed = [
+                {"type": "file", "path": name, "size": len(content), "oid": format(len(content), "040x")}
+                for name, content in FILES[repository].items()
+            ]
+            self.answer(json.dumps(listed).encode())
         elif api:
             revision = parts[5] if parts[4:5] == ["revision"] else "main"
             if revision in ("main", COMMIT):
@@ -258,3 +264,32 @@ def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
     for code, out, err in results:
         assert code == 0, err
         assert json.loads(out)["model"]["revision"] == COMMIT
+
+
+@pytest.fixture
+def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
+    """Publish a small model with its tokenizer, and a pickle that must never be fetched."""
+    from shardwright.plugins.transformers import byte_tokenizer
+
+    byte_tokenizer(512).save_pretrained(tmp_path / "tokenizer")
+    files = [*tiny_llama.iterdir(), *(tmp_path / "tokenizer").iterdir()]
+    FILES["org/whole"] = {file.name: file.read_bytes() for file in files} | {"pytorch_model.bin": b"pickle"}
+    FILES["org/pickled"] = {"config.json": json.dumps(CONFIG).encode(), "pytorch_model.bin": b"pickle"}
+    yield "org/whole"
+    del FILES["org/whole"], FILES["org/pickled"]
+
+
+def test_a_model_of_the_hub_is_quantized_at_its_commit(hub: str, tmp_path: Path, whole_repository: str) -> None:
+    output, home = tmp_path / "q", tmp_path / "home"
+    scheme = ("--scheme", "W8A16", "--group-size", "32")
+    flags = (*scheme, "--output-dir", str(output), "--no-evaluate", "--format", "json")
+    cases = [["quantize", whole_repository, *flags], ["quantize", "org/pickled", *flags, "--force"]]
+    (code, out, err), (refused, _, why) = drive(hub, home, cases)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["revision"] == COMMIT
+    assert found["verification"]["largest_logit_difference"] <= 1e-3
+    card = (output / "README.md").read_text()
+    assert 'base_model: "org/whole"' in card and COMMIT in card
+    assert not list(home.rglob("pytorch_model.bin"))
+    assert refused == 4 and "can run code" in why

@@ -113,7 +113,9 @@ def weight_faults(directory: Path) -> list[Fault]:
             return [
                 Fault(where=where, rule=rule, fix="load and save it with save_pretrained, which writes safetensors")
             ]
-        return [Fault(where=where, rule="has no weights", fix="give a trained model")]
+        # Of a Hub repository other formats were not even fetched.
+        rule = "has no safetensors weights; other formats can run code when they are read"
+        return [Fault(where=where, rule=rule, fix="give a trained model, saved with save_pretrained")]
     return []
 
 
