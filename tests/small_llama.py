@@ -161,6 +161,20 @@ def row_losses(model: Any, rows_NS: torch.Tensor, *, batch_size: int = 16) -> to
     return torch.cat(losses)
 
 
+def row_divergences(model: Any, dense: Any, rows_NS: torch.Tensor, *, batch_size: int = 16) -> torch.Tensor:
+    """Return KL(dense | model) in nats per token, one value for each row.
+
+    Differences of losses are mostly chance on a text this short; how far the distributions lie apart is not.
+    """
+    found = []
+    with torch.inference_mode():
+        for ids_BS in rows_NS.split(batch_size):
+            both = (each(input_ids=ids_BS).logits[:, :-1].float().log_softmax(-1) for each in (dense, model))
+            log_dense, log_model = both
+            found.append((log_dense.exp() * (log_dense - log_model)).sum(-1).mean(1))
+    return torch.cat(found).double()
+
+
 def perplexity(model: Any, rows_NS: torch.Tensor) -> float:
     """Return exp of the mean cross-entropy per token."""
     return float(row_losses(model, rows_NS).mean().exp())

@@ -238,7 +238,9 @@ quantize_with_llm_compressor(request(Path(sys.argv[1]), "gptq", journal=Path(sys
 def test_interrupt_from_the_keyboard(source, tmp_path):
     journal = tmp_path / "journal"
     command = [sys.executable, "-c", _INTERRUPTED_SCRIPT, str(source), str(journal), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+    with subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "NOW\n", "nothing but the script writes to stdout"
         process.send_signal(signal.SIGINT)

@@ -256,12 +256,17 @@ def test_a_checkpoint_that_does_not_pass_is_kept_apart(model, tmp_path, capsys, 
     assert "reloaded logits differ" in (tmp_path / "q.failed" / "FAILED.txt").read_text()
 
 
+def heed_interrupts() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupted_run_goes_on_where_it_was(model, tmp_path):
     """Ctrl-C in the middle: exit code 130, a journal, no output; `--resume` gives what an undisturbed run gives."""
     flags = ("--scheme", "W4A16", "--dataset", "python-help", "--seq-len", "32", "--num-samples", "64", "--no-evaluate")
     output, journal = tmp_path / "q", tmp_path / "q.journal"
     command = [sys.executable, "-m", "shardwright", "quantize", str(model), *flags, "--output-dir", str(output)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 120
     while not list(journal.glob("layer-*.safetensors")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -16,7 +16,15 @@ import quantization_quality
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from small_llama import TrainedLlama, inject_outliers, perplexity, row_losses, shared_llama, unigram_perplexity
+from small_llama import (
+    TrainedLlama,
+    inject_outliers,
+    perplexity,
+    row_divergences,
+    row_losses,
+    shared_llama,
+    unigram_perplexity,
+)
 
 CALIBRATION_ROWS = 64
 OUTLIERS = {"channels": range(0, 256, 16), "factor": 50.0}
@@ -182,19 +190,24 @@ def with_spqr(model: Any, rows_NS: torch.Tensor) -> float:
     return 8 * stored_bytes / sum(module.weight.numel() for module in layers.values())
 
 
-def test_spqr_beats_rounding_at_three_bits_and_no_more_bits_in_all(llama, losses, dense_N):
+def test_spqr_beats_rounding_at_three_bits_and_no_more_bits_in_all(llama):
     """Rounding has groups of 16 with a 16-bit scale and a zero point: 3 + 16/16 + 3/16 = 4.19 bits for each weight.
 
-    Margin: SpQR loses at most half as much with fewer bits.
+    Margin: with fewer bits, SpQR lies at most half as far from the model before; two models on two machines gave 0.20
+    and 0.23. The losses say the same, 2 to 5 errors apart, which is no margin for a test.
     """
     three = scheme_named("W3A16_ASYM")
-    rounding = losses(replace(three, weights=replace(three.weights, group_size=16)))
+    rounded = llama.copy()
+    scheme = replace(three, weights=replace(three.weights, group_size=16))
+    request = EngineRequest(model=rounded, tokenizer=None, scheme=scheme, method="rtn")
+    quantize_with_llm_compressor(request, lambda progress: None)
     model = llama.copy()
     bits = with_spqr(model, llama.train_NS[:CALIBRATION_ROWS])
-    spqr = row_losses(model, llama.evaluation_NS)
     assert 3 < bits < 3 + 16 / 16 + 3 / 16
+    dense = llama.copy()
+    spqr, rounding = (row_divergences(each, dense, llama.evaluation_NS) for each in (model, rounded))
     assert_clearly_better(spqr, rounding)
-    assert excess(spqr, dense_N)[0] < 0.5 * excess(rounding, dense_N)[0]
+    assert spqr.mean() < 0.5 * rounding.mean()
 
 
 def test_the_document_shows_the_figures_that_were_measured():
