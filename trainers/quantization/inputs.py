@@ -34,7 +34,8 @@ from .journal_place import journal_faults
 Notify = Callable[[str], None]
 _HELD_OUT = 0.1
 """Share of the calibration rows that is kept for the evaluation."""
-_SHORTEST_USEFUL = 64
+_FEWEST_USEFUL_TOKENS = 1024
+"""Fewer give noisy ranges and second moments, and a remark."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +171,7 @@ def _samples(
     found = len(samples.train)
     if found < settings.num_samples:
         notify(f"{settings.dataset} has {found} calibration samples of {seq_len} tokens; {settings.num_samples} asked")
-    if min(found, settings.num_samples) * seq_len < _SHORTEST_USEFUL * 16:
+    if min(found, settings.num_samples) * seq_len < _FEWEST_USEFUL_TOKENS:
         notify("the calibration text is very short: ranges and second moments will be noisy")
     return samples, seq_len
 
