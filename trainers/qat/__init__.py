@@ -1,0 +1,1 @@
+"""Quantization-aware training: the numbers of the checkpoint in every forward pass."""

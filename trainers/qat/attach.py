@@ -1,0 +1,230 @@
+"""Puts rounding into the linear layers of a model, by changing their class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
+from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...plugins.llm_compressor.experts import expert_faults, router_patterns
+from .config import QATConfig
+from .experts import expert_linear_layers, fake_quantize_experts, is_fused_experts
+from .layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from .learned_scales import add_learned_scales
+from .lora import is_lora_linear, lora_faults, make_fake_quantized
+
+if TYPE_CHECKING:
+    from .input_ranges import InputRange
+
+_ATTRIBUTE = "quantization_attachment"
+
+
+@dataclass(kw_only=True)
+class Attachment:
+    """What was put into a model."""
+
+    config: QATConfig
+    """What was asked for."""
+    scheme: QuantizationScheme
+    """The numbers of the checkpoint, with all that this model leaves out in `ignore`."""
+    stored_dtype: torch.dtype
+    """Type of scales and of everything that is not quantized in the checkpoint."""
+    state: QuantizationState
+    """Where training stands."""
+    modules: dict[str, Any]
+    """Modules that round, by their names in the model."""
+    layers: tuple[LinearLayer, ...]
+    """Matrices that are rounded, by their names in the checkpoint."""
+    ranges: dict[str, InputRange] = field(default_factory=dict)
+    """Stored ranges of inputs by the name of the matrix; empty unless the scheme has them."""
+
+    def quantizers(self) -> Iterator[LayerQuantizer]:
+        """Yield how each matrix is rounded."""
+        for module in self.modules.values():
+            found = getattr(module, "quantizers", None)
+            yield from found.values() if found is not None else (module.quantizer,)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that were added, which the optimizer must know."""
+        from .layers import LEARNED
+
+        found = (getattr(module, name, None) for module in self.modules.values() for name in LEARNED)
+        return [parameter for parameter in found if parameter is not None]
+
+
+def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = None) -> Attachment:
+    """Change the class of the linear layers that a scheme targets; they round from `state.enabled` on.
+
+    Parameters, hooks and keys of the state dict stay as they are, but for scales that are learned.
+
+    Args:
+        model: Transformers model, with PEFT's adapters in it already if there are any.
+        config: What to round, and how.
+        stored_dtype: Type of scales in the checkpoint, if the configuration names none; `None`: the model's.
+
+    Raises:
+        UsageError: the scheme does not fit the model; all faults at once.
+    """
+    if attachment_of(model) is not None:
+        rule = "rounds already"
+        raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix="attach once"))
+    found = dict(_roundable(model, config))
+    layers = tuple(layer for layers in found.values() for layer in layers)
+    scheme = _scheme_for(model, config, layers)
+    faults = config.faults() or _model_faults(config, scheme, layers, found, model)
+    if faults:
+        raise UsageError(faults)
+    kept = _dtype(config.stored_dtype) or stored_dtype or model.dtype
+    attachment = Attachment(
+        config=config,
+        scheme=scheme,
+        stored_dtype=kept,
+        state=QuantizationState(),
+        modules={},
+        layers=selected_layers(scheme, layers),
+    )
+    _change_classes(model, attachment, found)
+    add_learned_scales(attachment)
+    setattr(model, _ATTRIBUTE, attachment)
+    return attachment
+
+
+def attachment_of(model: Any) -> Attachment | None:
+    """Return what `attach` put into a model, looked for through the wrappers of DDP, DeepSpeed and `torch.compile`."""
+    while model is not None:
+        found: Attachment | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        if found is not None:
+            return found
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        model = inner if isinstance(inner, torch.nn.Module) else None
+    return None
+
+
+@contextmanager
+def fake_quantization_disabled(model: Any) -> Iterator[None]:
+    """Let a model compute in full precision, as for a teacher's answers or a dense evaluation."""
+    attachment = attachment_of(model)
+    assert attachment is not None, "nothing was attached to this model"
+    state = attachment.state
+    before, state.enabled = state.enabled, False
+    try:
+        yield
+    finally:
+        state.enabled = before
+
+
+def checkpoint_name(name: str) -> str:
+    """Return a module's name without what PEFT and `torch.compile` put into it."""
+    return name.removeprefix("base_model.model.").replace("._orig_mod", "").replace(".base_layer", "")
+
+
+def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
+    """Yield modules that can round, each with its matrices; a LoRA layer stands for the layer in it."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(inside) and inside:
+            continue
+        if is_fused_experts(module):
+            yield name, expert_linear_layers(model, name)
+        elif is_lora_linear(module) and config.lora == "merged":
+            inside = (*inside, f"{name}.")
+            yield name, (_layer(checkpoint_name(name), module.get_base_layer(), head, tied),)
+        elif type(module) is torch.nn.Linear and ".lora_" not in name:
+            yield name, (_layer(checkpoint_name(name), module, head, tied),)
+
+
+def _layer(name: str, linear: torch.nn.Linear, head: Any, tied: bool) -> LinearLayer:
+    is_head = linear is head
+    return LinearLayer(
+        name=name,
+        out_features=linear.out_features,
+        in_features=linear.in_features,
+        is_tied=is_head and tied,
+        is_head=is_head,
+        has_bias=linear.bias is not None,
+    )
+
+
+def _scheme_for(model: Any, config: QATConfig, layers: tuple[LinearLayer, ...]) -> QuantizationScheme:
+    """Leave out what a model cannot lose, unless the user listed what to leave out."""
+    scheme = config.rounded_scheme
+    if scheme.ignore != DEFAULT_IGNORE:
+        return scheme
+    heads = [layer.name for layer in layers if layer.is_head and layer.name not in DEFAULT_IGNORE]
+    return replace(scheme, ignore=(*DEFAULT_IGNORE, *heads, *map(checkpoint_name, router_patterns(model))))
+
+
+def _model_faults(
+    config: QATConfig,
+    scheme: QuantizationScheme,
+    layers: tuple[LinearLayer, ...],
+    found: Mapping[str, tuple[LinearLayer, ...]],
+    model: Any,
+) -> list[Fault]:
+    if not layers:
+        rule = "has no linear layers (GPT-2's Conv1D and layers that are quantized already cannot be trained)"
+        return [Fault(where="model", value=type(model).__name__, rule=rule)]
+    faults = scheme_faults(scheme, layers) + expert_faults(scheme, "qat", layers)
+    chosen = selected_layers(scheme, layers)
+    if config.learns_scales and any(layer.is_expert for layer in chosen):
+        rule = "are not learned for fused experts"
+        faults.append(Fault(where="weight_rule", value="learned", rule=f"scales {rule}", fix="use minmax"))
+    picked = {layer.name for layer in chosen}
+    for name, module in model.named_modules():
+        if name in found and is_lora_linear(module) and checkpoint_name(name) in picked:
+            faults += lora_faults(checkpoint_name(name), module)
+            if faults:
+                break
+    return faults
+
+
+def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tuple[LinearLayer, ...]]) -> None:
+    picked = {layer.name for layer in attachment.layers}
+
+    def quantizer(name: str) -> LayerQuantizer:
+        made = LayerQuantizer(
+            name=name,
+            scheme=attachment.scheme,
+            rule=attachment.config.weight_rule,
+            stored_dtype=attachment.stored_dtype,
+            state=attachment.state,
+        )
+        if attachment.scheme.activations_are_static:
+            made.input_range = attachment.ranges[name] = _input_range(attachment)
+        return made
+
+    modules = dict(model.named_modules())
+    for name, layers in found.items():
+        names = [layer.name for layer in layers if layer.name in picked]
+        if not names:
+            continue
+        module = modules[name]
+        if is_fused_experts(module):
+            fake_quantize_experts(module, name, {each: quantizer(each) for each in names})
+        elif is_lora_linear(module):
+            make_fake_quantized(module, quantizer(names[0]))
+        else:
+            module.__class__ = FakeQuantizedLinear
+            module.quantizer = quantizer(names[0])
+        attachment.modules[name] = module
+
+
+def _input_range(attachment: Attachment) -> InputRange:
+    from .input_ranges import InputRange
+
+    activations = attachment.scheme.activations
+    assert activations is not None, "stored ranges belong to rounded activations"
+    return InputRange(activations, method=attachment.config.ranges, stored_dtype=attachment.stored_dtype)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

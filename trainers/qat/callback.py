@@ -1,0 +1,189 @@
+"""`QATCallback`: quantization-aware training with any Trainer of Transformers, under any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
+from ...plugins.deepspeed import share_with_zero3
+from .attach import Attachment, attach, attachment_of
+from .checkpoint_record import checkpoint_record, take_up
+from .config import QATConfig
+from .training_checks import foreign_optimizer_faults, training_faults
+
+if TYPE_CHECKING:
+    from .export import ExportResult
+
+
+class QATCallback(TrainerCallback, ExportableState):
+    """Trains a model with the numbers of its future checkpoint, and writes that checkpoint bit for bit.
+
+    Works with the Trainer of Transformers and every subclass, on one process, DDP, ZeRO-1, 2 and 3 and FSDP2. The
+    layers change their class when the Trainer is made; parameters and the keys of checkpoints stay as they are.
+
+    >>> callback = QATCallback("W4A16")  # doctest: +SKIP
+    >>> trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    >>> callback.export(trainer, "tuned-w4")  # doctest: +SKIP
+
+    Args:
+        scheme: Name of a scheme, as for `shardwright quantize`, or a scheme.
+        calibration: Batches that give stored ranges of activations their values, as the model takes them; or a file
+            that `save_ranges` wrote. Needed for schemes such as W8A8_STATIC with ranges that are calibrated or learned.
+        notify: Receives remarks.
+        options: Fields of `QATConfig`.
+
+    Raises:
+        UsageError: the configuration contradicts itself; all faults at once.
+    """
+
+    def __init__(
+        self,
+        scheme: str | QuantizationScheme = "W4A16",
+        *,
+        calibration: Iterable[Any] | str | Path | None = None,
+        notify: Callable[[str], None] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        found = scheme_named(scheme) if isinstance(scheme, str) else scheme
+        self.config = QATConfig(scheme=found, **options)
+        faults = self.config.faults()
+        if faults:
+            raise UsageError(faults)
+        self._calibration = calibration
+        self._notify = notify
+        self.attachment: Attachment | None = None
+
+    def prepare(self, training_arguments: Any, model: Any) -> Attachment:
+        """Attach before the Trainer is made: needed where `deepspeed.zero.Init` or a model of one's own comes first.
+
+        Raises:
+            UsageError: the scheme does not fit the model.
+        """
+        found = attachment_of(model)
+        if found is None:
+            found = attach(model, self.config, stored_dtype=_training_dtype(training_arguments))
+            self._fill_ranges(model, found)
+        self.attachment = found
+        return found
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Attach before the optimizer is made, so that it sees scales that are learned."""
+        if model is None:
+            return
+        fresh = attachment_of(model) is None
+        attachment = self.prepare(args, model)
+        if fresh and optimizer is not None:
+            _raise(foreign_optimizer_faults(attachment))
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Attach to a model that `model_init` made, take up a resumed run, and check that nothing stands in the way."""
+        fresh = attachment_of(model) is None
+        attachment = self.prepare(args, model)
+        faults = training_faults(attachment, args, state.max_steps, optimizer)
+        _raise(foreign_optimizer_faults(attachment) if fresh else faults)
+        self._take_up(state)
+        if args.weight_decay and attachment.config.learns_scales:
+            self._notify(f"weight_decay = {args.weight_decay} draws learned scales towards zero too")
+        share_with_zero3(attachment.modules.values())
+        self._follow(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set what this optimizer step rounds to."""
+        self._follow(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let all ranks agree on observed ranges."""
+        attachment = self._attached()
+        current = attachment.state
+        at_its_bits = current.bits in (None, attachment.scheme.weights.bits)
+        current.trained_steps += int(current.enabled and at_its_bits)
+        if current.observing:
+            from .input_ranges import synchronise
+
+            synchronise(attachment.ranges.values())
+        self._follow(state.global_step)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; the Trainer writes it into `trainer_state.json`."""
+        record = {} if self.attachment is None else checkpoint_record(self.attachment)
+        return {"args": {}, "attributes": {"resumed": record}}
+
+    def export(self, trainer: Any, output_dir: str | Path, **how: Any) -> ExportResult:
+        """Write the trained codes as a compressed-tensors checkpoint; every rank must call it.
+
+        Args:
+            trainer: The Trainer that has trained.
+            output_dir: Where the checkpoint goes.
+            how: `tokenizer`, `source`, `verify`, `probe` and `force`, as for `export`.
+
+        Raises:
+            UsageError: the model was not trained with these numbers, or the directory is in use.
+            RefusedInputError: weights or scales are NaN or infinite.
+        """
+        from .export import export
+
+        tokenizer = how.pop("tokenizer", None) or getattr(trainer, "processing_class", None)
+        return export(trainer.model, self._attached(), Path(output_dir), tokenizer=tokenizer, **how)
+
+    def _attached(self) -> Attachment:
+        if self.attachment is None:
+            rule, fix = "has met no model yet", "give it to a Trainer, or call prepare"
+            raise UsageError(Fault(where="QATCallback", rule=rule, fix=fix))
+        return self.attachment
+
+    def _follow(self, step: int) -> None:
+        attachment = self._attached()
+        config, current = attachment.config, attachment.state
+        current.enabled = step >= config.start_step
+        current.bits = config.bits_at(step)
+        frozen = config.freeze_step is not None and step >= config.freeze_step
+        current.observing = config.observes and not frozen
+
+    def _fill_ranges(self, model: Any, attachment: Attachment) -> None:
+        if not attachment.ranges or attachment.config.observes or self._calibration is None:
+            return
+        from .input_ranges import calibrate_inputs, load_ranges
+        from .learned_scales import start_from_ranges
+
+        if isinstance(self._calibration, str | Path):
+            load_ranges(Path(self._calibration), attachment)
+        else:
+            calibrate_inputs(model, attachment, self._calibration)
+        if attachment.config.ranges == "learned":
+            start_from_ranges(attachment)
+
+    def _take_up(self, state: Any) -> None:
+        name = type(self).__name__
+        if state.global_step:
+            kept = state.stateful_callbacks.get(name) or {}
+            record = (kept[0] if isinstance(kept, list) else kept).get("attributes", {}).get("resumed")
+            if record:
+                take_up(self._attached(), record)
+            else:
+                self._notify("the checkpoint was trained without rounding: training goes on with it")
+        # transformers 5.17 `_save_checkpoint` fails (KeyError) where a resumed checkpoint did not know the callback.
+        state.stateful_callbacks.setdefault(name, {})
+
+
+def _raise(faults: list[Fault]) -> None:
+    if faults:
+        raise UsageError(faults)
+
+
+def _training_dtype(arguments: Any) -> torch.dtype | None:
+    if getattr(arguments, "bf16", False):
+        return torch.bfloat16
+    return torch.float16 if getattr(arguments, "fp16", False) else None
+

@@ -1,0 +1,72 @@
+"""What stands in the way of a training that is about to begin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.errors import Fault
+
+if TYPE_CHECKING:
+    from .attach import Attachment
+
+
+def training_faults(attachment: Attachment, arguments: Any, steps: int, optimizer: Any) -> list[Fault]:
+    """Return why training would not give what is to be exported; all at once.
+
+    Args:
+        attachment: What rounds.
+        arguments: `TrainingArguments`.
+        steps: Optimizer steps that training will have taken at its end.
+        optimizer: The optimizer that training uses, wrapped or not.
+    """
+    return [*_range_faults(attachment), *_step_faults(attachment, steps), *_optimizer_faults(attachment, optimizer)]
+
+
+def foreign_optimizer_faults(attachment: Attachment) -> list[Fault]:
+    """Return the fault of an optimizer that was made before the learned scales."""
+    if not attachment.config.learns_scales:
+        return []
+    rule = "was made before the learned scales, and would never step them"
+    fix = "let the Trainer make its optimizer, or call QATCallback.prepare(arguments, model) before making yours"
+    return [Fault(where="optimizer", rule=rule, fix=fix)]
+
+
+def _range_faults(attachment: Attachment) -> list[Fault]:
+    if attachment.config.observes:
+        return []
+    empty = [name for name, found in attachment.ranges.items() if found.scale is None]
+    if not empty:
+        return []
+    rule = f"{len(empty)} of {len(attachment.ranges)} layers have no range for their inputs, such as {empty[0]}"
+    fix = "give QATCallback(calibration=batches), or let observers find them with ranges = moving_average"
+    return [Fault(where="ranges", value=attachment.config.ranges, rule=rule, fix=fix)]
+
+
+def _step_faults(attachment: Attachment, steps: int) -> list[Fault]:
+    config = attachment.config
+    faults = []
+    if config.start_step >= steps:
+        rule = f"training ends at step {steps}, before anything is rounded"
+        faults.append(Fault(where="start_step", value=config.start_step, rule=rule, fix="start earlier"))
+    if config.bit_schedule and config.bit_schedule[-1][0] >= steps:
+        last, bits = config.bit_schedule[-1]
+        rule = f"training ends at step {steps}, before it reaches the {bits} bits of the checkpoint"
+        faults.append(Fault(where="bit_schedule", value=f"{last}:{bits}", rule=rule, fix="reach them earlier"))
+    return faults
+
+
+def _optimizer_faults(attachment: Attachment, optimizer: Any) -> list[Fault]:
+    learned = attachment.parameters
+    if not learned or optimizer is None:
+        return []
+    groups = getattr(optimizer, "param_groups", [])
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    if not known or _is_flat(optimizer):
+        return []
+    return [] if all(id(parameter) in known for parameter in learned) else foreign_optimizer_faults(attachment)
+
+
+def _is_flat(optimizer: Any) -> bool:
+    """DeepSpeed's optimizers hold flat partitions in place of parameters; the Trainer made them of all parameters."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return type(inner).__module__.startswith("deepspeed")
