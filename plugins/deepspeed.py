@@ -7,6 +7,7 @@ header of libaio is missing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,20 @@ def prepare_nvme_offload(arguments: Any) -> None:
                 fix="install libaio-dev (Debian) or libaio-devel, or offload to the CPU",
             )
         )
+
+
+def share_with_zero3(modules: Iterable[Any]) -> None:
+    """Let ZeRO-3 gather the parameters of children too when a module runs that computes with them by itself.
+
+    DeepSpeed gathers what belongs to the module whose forward runs; parameters of children whose own forward is not
+    called must be registered (`deepspeed/runtime/zero/partition_parameters.py`, `register_external_parameter`). Modules
+    without divided parameters are passed over.
+    """
+    for module in modules:
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        foreign = [one for one in module.parameters() if hasattr(one, "ds_id") and id(one) not in own]
+        if foreign:
+            from deepspeed.zero import register_external_parameter
+
+            for parameter in foreign:
+                register_external_parameter(module, parameter)

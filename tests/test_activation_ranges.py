@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
-from shardwright.plugins.llm_compressor.activation_histogram import ActivationHistogram
-from shardwright.plugins.llm_compressor.activation_ranges import (
+from shardwright.plugins.activation_histogram import ActivationHistogram
+from shardwright.plugins.activation_ranges import (
     activation_range,
     kl_range,
     l2_range,

@@ -15,7 +15,7 @@ from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.llm_compressor.experts import expert_faults, router_patterns
 from .config import QATConfig
 from .experts import expert_linear_layers, fake_quantize_experts, is_fused_experts
-from .layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
 from .learned_scales import add_learned_scales
 from .lora import is_lora_linear, lora_faults, make_fake_quantized
 
@@ -53,8 +53,6 @@ class Attachment:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters that were added, which the optimizer must know."""
-        from .layers import LEARNED
-
         found = (getattr(module, name, None) for module in self.modules.values() for name in LEARNED)
         return [parameter for parameter in found if parameter is not None]
 
@@ -92,6 +90,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     )
     _change_classes(model, attachment, found)
     add_learned_scales(attachment)
+    model.register_load_state_dict_pre_hook(_refuse_foreign_scales)
     setattr(model, _ATTRIBUTE, attachment)
     return attachment
 
@@ -216,6 +215,16 @@ def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tupl
             module.__class__ = FakeQuantizedLinear
             module.quantizer = quantizer(names[0])
         attachment.modules[name] = module
+
+
+def _refuse_foreign_scales(model: Any, state: Mapping[str, Any], *_: Any) -> None:
+    """Refuse learned scales that have no place in a model: a resumed Trainer drops unknown keys with a mere warning."""
+    own = dict(model.named_parameters())
+    foreign = [name for name in state if name.rpartition(".")[2] in LEARNED and name not in own]
+    if foreign:
+        rule = f"holds {len(foreign)} learned scales, such as {foreign[0]}, and the model learns none there"
+        fix = "resume with the weight_rule and ranges that it was trained with"
+        raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
 
 
 def _input_range(attachment: Attachment) -> InputRange:

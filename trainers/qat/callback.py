@@ -14,7 +14,7 @@ from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...plugins.deepspeed import share_with_zero3
 from .attach import Attachment, attach, attachment_of
-from .checkpoint_record import checkpoint_record, take_up
+from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
 from .config import QATConfig
 from .training_checks import foreign_optimizer_faults, training_faults
 
@@ -84,6 +84,8 @@ class QATCallback(TrainerCallback, ExportableState):
         attachment = self.prepare(args, model)
         if fresh and optimizer is not None:
             _raise(foreign_optimizer_faults(attachment))
+        if args.resume_from_checkpoint:
+            _raise(resume_faults(attachment, Path(args.resume_from_checkpoint), type(self).__name__))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -167,8 +169,7 @@ class QATCallback(TrainerCallback, ExportableState):
     def _take_up(self, state: Any) -> None:
         name = type(self).__name__
         if state.global_step:
-            kept = state.stateful_callbacks.get(name) or {}
-            record = (kept[0] if isinstance(kept, list) else kept).get("attributes", {}).get("resumed")
+            record = record_in(state.stateful_callbacks.get(name))
             if record:
                 take_up(self._attached(), record)
             else:
@@ -186,4 +187,3 @@ def _training_dtype(arguments: Any) -> torch.dtype | None:
     if getattr(arguments, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(arguments, "fp16", False) else None
-

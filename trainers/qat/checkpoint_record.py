@@ -1,9 +1,11 @@
-"""What a resumed run must know of quantization-aware training; it stands in `trainer_state.json` of every checkpoint."""
+"""What a resumed run must know of quantization-aware training; `trainer_state.json` of every checkpoint holds it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
@@ -25,14 +27,39 @@ def checkpoint_record(attachment: Attachment) -> dict[str, Any]:
     }
 
 
+def record_in(kept: Any) -> Mapping[str, Any]:
+    """Return the record in what the Trainer keeps of a callback, of one or several of its kind; empty without one."""
+    first = (kept[0] if kept else {}) if isinstance(kept, list) else kept or {}
+    found: Mapping[str, Any] = first.get("attributes", {}).get("resumed") or {}
+    return found
+
+
+def resume_faults(attachment: Attachment, checkpoint: Path, callback_name: str = "QATCallback") -> list[Fault]:
+    """Return how a checkpoint's numbers differ from what is about to be trained, before anything of it is loaded.
+
+    Optimizer states of other learned scales fail on loading, with an error that names none of this.
+    """
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    record = record_in(state.get("stateful_callbacks", {}).get(callback_name))
+    return record_faults(attachment, record) if record else []
+
+
+def record_faults(attachment: Attachment, record: Mapping[str, Any]) -> list[Fault]:
+    """Return how a record's numbers differ from an attachment's."""
+    faults = list(_differences("scheme", record["scheme"], _scheme(attachment)))
+    return faults + list(_differences("settings", record["settings"], _settings(attachment)))
+
+
 def take_up(attachment: Attachment, record: Mapping[str, Any]) -> None:
     """Go on where a checkpoint stopped.
 
     Raises:
         UsageError: the checkpoint was trained with other numbers; all differences at once.
     """
-    faults = list(_differences("scheme", record["scheme"], _scheme(attachment)))
-    faults += _differences("settings", record["settings"], _settings(attachment))
+    faults = record_faults(attachment, record)
     if faults:
         raise UsageError(faults)
     attachment.state.trained_steps = record["trained_steps"]

@@ -75,9 +75,11 @@ def _scheme_faults(config: QATConfig) -> Iterator[Fault]:
     scheme = config.scheme
     yield from combination_faults(scheme)
     trained = "integer schemes stored as compressed-tensors are trained, such as W4A16, W8A8 or W2A16"
-    floats = [numbers for numbers in (scheme.weights, scheme.activations) if numbers and numbers.number_type != "int"]
-    if scheme.storage != "compressed-tensors" or floats:
-        yield Fault(where="scheme", value=scheme.name, rule="has floating-point codes or a format of its own", fix=trained)
+    numbers = (scheme.weights, scheme.activations)
+    if scheme.storage != "compressed-tensors" or any(one and one.number_type != "int" for one in numbers):
+        yield Fault(
+            where="scheme", value=scheme.name, rule="has floating-point codes or a format of its own", fix=trained
+        )
     activations = scheme.activations
     if activations is not None and activations.group_size is not None:
         yield Fault(where="scheme", value=scheme.name, rule="rounds activations in groups", fix=trained)

@@ -67,7 +67,7 @@ def fake_quantized_linear(inputs: Tensor, tensors: LinearTensors, rounding: Line
     if torch.is_autocast_enabled(device):
         inputs = inputs.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        found: Tensor = _FakeQuantizedLinear.apply(  # type: ignore[no-untyped-call]
+        found: Tensor = _FakeQuantizedLinear.apply(
             inputs,
             tensors.weight,
             tensors.bias,
@@ -91,7 +91,7 @@ def merged_weight(weight: Tensor, adapter_a: Tensor | None, adapter_b: Tensor | 
 
 class _FakeQuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         inputs: Tensor,
         weight: Tensor,
@@ -153,9 +153,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         )
 
 
-def _rounded(
-    merged: Tensor, rounding: LinearRounding, scale: Tensor | None, zero_point: Tensor | None
-) -> Tensor:
+def _rounded(merged: Tensor, rounding: LinearRounding, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
     return round_weight(merged, rounding.weight, scale, zero_point).value(rounding.weight)
 
 

@@ -1,7 +1,7 @@
 """Parameters for scales that training finds: registered before the optimizer is made, with useful first values.
 
-Symmetric weights start at ``s = 2 · mean |w| / √(2^(b-1) - 1)`` (LSQ, Esser et al., arXiv 1902.08153, section 2.1), others at
-the scale and zero point of their own range, inputs at their calibrated range.
+Symmetric weights start at ``s = 2 · mean |w| / √(2^(b-1) - 1)`` (LSQ, Esser et al., arXiv 1902.08153, section 2.1),
+others at the scale and zero point of their own range, inputs at their calibrated range.
 """
 
 from __future__ import annotations

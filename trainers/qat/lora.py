@@ -70,7 +70,7 @@ def _lora_class() -> Any:
 def _fake_quantized_class() -> Any:
     lora = _lora_class()
 
-    class FakeQuantizedLora(lora):  # type: ignore[misc]
+    class FakeQuantizedLora(lora):  # type: ignore[misc,valid-type]
         """peft's LoRA layer, computing with ``round(W + scaling · B A)``."""
 
         quantizer: LayerQuantizer

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...ds_configs.quantization.scheme import ActivationQuantization
+from ..ds_configs.quantization.scheme import ActivationQuantization
 from .activation_histogram import ActivationHistogram
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +84,48 @@ class ActivationHistogram:
         centre_B = (number_B.to(torch.float64) + 0.5) * self.bin_width
         return number_B, centre_B.clamp(self.low, self.high), counts[index_B]
 
+    @property
+    def exponent(self) -> int | None:
+        """Power of two of the bins' width; `None` before a value other than zero was seen."""
+        return self._exponent
+
+    def counts_at(self, exponent: int | None, device: Any) -> Tensor:
+        """Return the counts [bins], int64, as bins of the width `2^exponent` hold them, which must not be narrower."""
+        import torch
+
+        counts = torch.zeros(self.bins, dtype=torch.int64, device=device)
+        if self._counts is None:
+            return counts
+        counts += self._counts.to(device)
+        # Bins narrower than any value but zero hold zeros alone, which stay in the middle whatever the width.
+        if self._exponent is not None:
+            assert exponent is not None and exponent >= self._exponent, "bins only ever grow"
+            for _ in range(exponent - self._exponent):
+                counts = _merged_pairs(counts)
+        return counts
+
+    def add_counts(self, counts: Tensor, *, exponent: int | None, low: float, high: float, tokens: int) -> None:
+        """Add what others counted, in bins of the width `2^exponent`.
+
+        Args:
+            counts: int64 [bins].
+            exponent: Of their width; `None` if they saw zeros alone.
+            low: Smallest value that they saw; infinity if none.
+            high: Largest value; minus infinity if none.
+            tokens: Rows that they saw.
+        """
+        if not math.isfinite(low):
+            return
+        if self._counts is None:
+            self._exponent, self._counts = exponent, counts.clone()
+        else:
+            wider = max((each for each in (self._exponent, exponent) if each is not None), default=None)
+            own = self.counts_at(wider, counts.device)
+            others = ActivationHistogram(bins=self.bins)
+            others._exponent, others._counts = exponent, counts
+            self._exponent, self._counts = wider, own + others.counts_at(wider, counts.device)
+        self.low, self.high, self.tokens = min(self.low, low), max(self.high, high), self.tokens + tokens
+
     def _bins_of(self, values: Tensor) -> Tensor:
         import torch
 
@@ -104,12 +146,17 @@ class ActivationHistogram:
             self._halve_resolution()
 
     def _halve_resolution(self) -> None:
-        import torch
-
         assert self._counts is not None
         assert self._exponent is not None
-        merged = torch.zeros_like(self._counts)
-        quarter = self.bins // 4
-        merged[quarter : self.bins - quarter] = self._counts.view(-1, 2).sum(dim=1)
-        self._counts = merged
+        self._counts = _merged_pairs(self._counts)
         self._exponent += 1
+
+
+def _merged_pairs(counts: Tensor) -> Tensor:
+    """Return the counts in bins of twice the width."""
+    import torch
+
+    merged = torch.zeros_like(counts)
+    quarter = len(counts) // 4
+    merged[quarter : len(counts) - quarter] = counts.view(-1, 2).sum(dim=1)
+    return merged

@@ -1,0 +1,1 @@
+"""What trainings that the command line plans, launches and reports have in common."""
