@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -125,6 +128,39 @@ class ActivationHistogram:
             others._exponent, others._counts = exponent, counts
             self._exponent, self._counts = wider, own + others.counts_at(wider, counts.device)
         self.low, self.high, self.tokens = min(self.low, low), max(self.high, high), self.tokens + tokens
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as JSON holds it; counts are int64, compressed, as text."""
+        import torch
+
+        counts = torch.zeros(0, dtype=torch.int64) if self._counts is None else self._counts.cpu()
+        return {
+            "bins": self.bins,
+            "exponent": self._exponent,
+            "low": self.low if counts.numel() else None,
+            "high": self.high if counts.numel() else None,
+            "tokens": self.tokens,
+            "counts": base64.b64encode(zlib.compress(counts.numpy().astype("<i8").tobytes())).decode("ascii"),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> ActivationHistogram:
+        """Return the histogram that a record holds."""
+        import numpy
+        import torch
+
+        histogram = cls(bins=record["bins"])
+        packed = zlib.decompressobj().decompress(base64.b64decode(record["counts"]), histogram.bins * 8)
+        counts = torch.from_numpy(numpy.frombuffer(packed, dtype="<i8").astype("int64"))
+        if counts.numel() == histogram.bins:
+            histogram.add_counts(
+                counts,
+                exponent=record["exponent"],
+                low=record["low"],
+                high=record["high"],
+                tokens=record["tokens"],
+            )
+        return histogram
 
     def _bins_of(self, values: Tensor) -> Tensor:
         import torch

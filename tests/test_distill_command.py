@@ -19,7 +19,6 @@ from shardwright.ds_configs.plan import Plan
 from shardwright.plugins.launching import LaunchFailedError
 from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.datasets.samples import SampleStatistics
-from shardwright.trainers.distillation.run import failure_cause
 from shardwright.trainers.distillation.run_files import DistillSettings
 from shardwright.trainers.distillation.run_report import (
     Outcome,
@@ -30,7 +29,8 @@ from shardwright.trainers.distillation.run_report import (
     objective_sentence,
     report,
 )
-from shardwright.trainers.distillation.worker import trained_tokens
+from shardwright.trainers.launched.launch import failure_cause
+from shardwright.trainers.launched.ranks import trained_tokens
 
 VOCAB = 300
 

@@ -427,3 +427,7 @@ class TestBadInput:
     def test_swapped_sizes_are_remarked_on(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         trained(tmp_path, tiny("llama", hidden=64), tiny("llama"), rows("llama", 4), DistillationConfig())
         assert "are they swapped?" in capsys.readouterr().err
+
+    def test_equal_sizes_are_not(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        trained(tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), DistillationConfig())
+        assert "swapped" not in capsys.readouterr().err

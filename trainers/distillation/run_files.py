@@ -2,101 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ...ds_configs.errors import Fault
-from ...ds_configs.job import OffloadName, StrategyName, Switch
-from ...ds_configs.teacher_placement import TeacherPlacement, TeacherPlacementChoice
-from .objective import Divergence
+from ..launched.settings import LaunchedJob, LaunchedSettings, dataset_faults
 
 if TYPE_CHECKING:
     from .config import DistillationConfig
 
-LEARNING_RATES = {"full": 2e-5, "lora": 2e-4}
-"""Of the first step after warm-up, where the user names none."""
-
-PLAN_DIRECTORY, CHECKPOINTS, METRICS_FILE = "plan", "checkpoints", "metrics.jsonl"
-JOB_FILE, RESULT_FILE, TOKENIZER, TEACHER_TOKENIZER = "job.json", "result.json", "tokenizer", "teacher_tokenizer"
-TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
+TEACHER_TOKENIZER = "teacher_tokenizer"
 
 
-class DistillSettings(BaseModel):
+class DistillSettings(LaunchedSettings):
     """Every setting of `shardwright distill`, as its YAML file may state them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    dataset: str = Field("", description="ID[:config][#N] of the Hub, a file, a directory, or python-help")
-    dataset_split: str = Field("train", description="split of a Hub dataset")
-    dataset_revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    seq_len: int = Field(512, ge=2, description="tokens of one sample")
-    packing: bool = Field(True, description="join plain text to samples of equal length")
-    evaluation_fraction: float = Field(0.05, gt=0, lt=1, description="share of the rows that is held out")
-    evaluation_samples: int = Field(256, ge=1, description="held-out samples to evaluate on, at most")
-    hardware: str | None = Field(None, description="as for plan; default: this machine's accelerators, or 2xCPU")
-    host_memory: str | None = Field(None, description="memory of one node, such as 1TB")
-    nvme: str | None = Field(None, description="NVMe of one node as PATH:SIZE")
-    loss: Divergence = Field("forward_kl", description="distance between the distributions")
-    mixture: float = Field(0.5, description="teacher's weight in JSD, lambda of skewed divergences")
-    alpha: float = Field(0.5, description="weight of the distance; labels have the rest")
-    temperature: float = Field(1.0, description="softens both distributions")
     hidden_states: float = Field(0.0, ge=0, description="weight of matched hidden states; 0: none")
     attention: float = Field(0.0, ge=0, description="weight of matched attention relations; 0: none")
     on_policy: float = Field(0.0, description="share of micro-batches that the student completes itself")
     max_new_tokens: int = Field(128, ge=1, description="longest completion of the student")
     prompt_tokens: int | None = Field(None, ge=1, description="of a sample; default: up to its first label")
     cross_tokenizer: bool = Field(False, description="compare models of different tokenizers")
-    max_steps: int | None = Field(None, ge=1, description="optimizer steps; default: by epochs")
-    epochs: float = Field(1.0, gt=0, description="passes over the data")
-    learning_rate: float | None = Field(None, gt=0, description="default 2e-5, with LoRA 2e-4")
-    micro_batch_size: int | Literal["auto"] = Field("auto", description="samples of one forward pass on one rank")
-    global_batch_size: int | None = Field(None, ge=1, description="samples of one optimizer step; default about 32")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="bf16, without accelerator fp32")
-    optimizer: str = Field("adamw_torch_fused", description="a name of the Trainer's optim")
-    method: Literal["full", "lora"] = Field("full", description="full training or LoRA")
-    lora_rank: int = Field(16, ge=1, description="rank of the LoRA matrices")
-    lora_targets: str = Field("all-linear", description="module names separated by commas, or all-linear")
-    gradient_checkpointing: Switch = Field("auto", description="recompute each layer in the backward pass")
-    strategy: StrategyName = Field("auto", description="engine and stage to use")
-    offload: OffloadName = Field("auto", description="where optimizer states and parameters may live")
-    teacher_placement: TeacherPlacementChoice = Field("auto", description="where the teacher lives")
     teacher_cache: str | None = Field(None, description="directory that cache-teacher wrote")
-    revision: str | None = Field(None, description="branch, tag or commit of a Hub student")
-    teacher_revision: str | None = Field(None, description="branch, tag or commit of a Hub teacher")
-    logging_steps: int = Field(10, ge=1, description="optimizer steps between two lines of metrics.jsonl")
-    save_steps: int | None = Field(None, ge=1, description="optimizer steps between checkpoints; default: none")
-    seed: int = Field(0, ge=0, description="of data order, held-out rows and sampling")
-
-    def base_learning_rate(self) -> float:
-        """Return the learning rate, by method where none is named."""
-        return LEARNING_RATES[self.method] if self.learning_rate is None else self.learning_rate
 
 
-class WorkerJob(BaseModel):
+class WorkerJob(LaunchedJob):
     """What every rank needs to know, as it stands in `job.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     settings: DistillSettings = Field(description="what the user asked for")
     teacher: str = Field(description="Hub id or directory")
     student: str = Field(description="Hub id, directory or config.json")
-    output_dir: str = Field(description="where the student goes")
-    training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
-    placement: TeacherPlacement = Field(description="where the teacher lives")
     vocab_size: int | None = Field(description="tokens that both tokenizers have; None across tokenizers")
-    world_size: int = Field(description="ranks that must come up")
-    train_samples: int = Field(description="samples of one epoch")
-    train_tokens: int = Field(description="tokens of one epoch")
-    resume: bool = Field(description="whether to go on from the last checkpoint")
-
-
-def model_flags(name: str, revision: str | None, method: str = "full") -> argparse.Namespace:
-    """Return a model as the functions of `train_causal_lm` take it."""
-    return argparse.Namespace(model=name, revision=revision, tokenizer=None, random_weights=False, method=method)
 
 
 def distillation_config(settings: DistillSettings, vocab_size: int | None) -> DistillationConfig:
@@ -134,8 +72,7 @@ def combination_faults(settings: DistillSettings) -> list[Fault]:
             for name in ("hidden_states", "attention", "on_policy")
             if getattr(settings, name)
         ]
-    if not settings.dataset:
-        faults.append(Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help"))
+    faults += dataset_faults(settings)
     if cached and settings.teacher_cache is None:
         fix = "give --teacher-cache, a directory that cache-teacher wrote"
         faults.append(Fault(where="teacher_placement", value="cached", rule="needs a cache", fix=fix))
@@ -156,26 +93,3 @@ def combination_faults(settings: DistillSettings) -> list[Fault]:
             if getattr(settings, name)
         ]
     return faults
-
-
-def output_faults(directory: Path, *, force: bool, resume: bool) -> list[Fault]:
-    """Return what stands in the way of writing to a directory."""
-    where, value = "output_dir", str(directory)
-    if directory.exists() and not directory.is_dir():
-        return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
-    if resume:
-        if any((directory / CHECKPOINTS).glob("checkpoint-*")):
-            return []
-        rule = "holds no checkpoint to resume from"
-        return [Fault(where=where, value=value, rule=rule, fix="run with --save-steps first, or drop --resume")]
-    if directory.is_dir() and any(directory.iterdir()) and not force:
-        fix = "use --force to write into it, or --resume to go on from its last checkpoint"
-        return [Fault(where=where, value=value, rule="exists and is not empty", fix=fix)]
-    return []
-
-
-def is_without(directory: Path, names: Sequence[str]) -> bool:
-    """Tell whether a local model lacks all files of these names or patterns."""
-    if directory.is_file():
-        return True
-    return directory.is_dir() and not any(any(directory.glob(name)) for name in names)

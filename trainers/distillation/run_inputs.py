@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...ds_configs.job import TrainingJob
+from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.plan import Plan
 from ...plugins.models import LoadedModel, load_model
 from ...plugins.planning import plan as make_plan
-from ...plugins.planning import read_hardware
-from ..datasets.samples import Samples, load_samples
+from ..datasets.samples import Samples
+from ..launched.inputs import (
+    Notify,
+    chosen_hardware,
+    collecting,
+    evenly_held_out,
+    launch_faults,
+    named_samples,
+    trained_teacher,
+    training_job,
+)
+from ..launched.settings import PLAN_DIRECTORY, is_without, model_flags, output_faults
 from ..text import TOKENIZER_FILES, load_tokenizer
 from ..train_causal_lm import check_seq_len, load_config
-from .run_files import (
-    PLAN_DIRECTORY,
-    DistillSettings,
-    combination_faults,
-    distillation_config,
-    is_without,
-    model_flags,
-    output_faults,
-)
+from .run_files import DistillSettings, combination_faults, distillation_config
 from .run_report import file_names
-
-if TYPE_CHECKING:
-    from ...ds_configs.hardware import HardwareSpec
-
-_DEFAULT_GLOBAL_BATCH = 32
-
-Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,82 +77,41 @@ def prepare(
     faults = combination_faults(settings)
     if not dry_run:
         faults += output_faults(output_dir, force=force, resume=resume)
-    with _collecting(faults):
+    with collecting(faults):
         distillation_config(settings, None)
     hardware = loaded_student = loaded_teacher = tokenizers = samples = None
-    with _collecting(faults):
+    with collecting(faults):
         hardware = chosen_hardware(settings)
-        faults += [] if dry_run else _launch_faults(hardware)
-    with _collecting(faults):
+        faults += [] if dry_run else launch_faults(hardware)
+    with collecting(faults):
         loaded_student = load_model(student, revision=settings.revision)
-    with _collecting(faults):
-        loaded_teacher = _teacher_spec(teacher, settings)
+    with collecting(faults):
+        loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
     if loaded_student is not None and loaded_teacher is not None:
-        with _collecting(faults):
+        with collecting(faults):
             tokenizers = _tokenizers(settings, teacher, student)
     if tokenizers is not None and settings.dataset:
-        with _collecting(faults):
-            samples = _samples(settings, tokenizers[0])
+        with collecting(faults):
+            samples = named_samples(settings, tokenizers[0])
             if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
                 samples = _stored(samples, settings, teacher, tokenizers)
     if faults:
         raise UsageError(faults)
     assert hardware and loaded_student and loaded_teacher and tokenizers and samples, "what failed left a fault"
     _warn_of_sizes(loaded_student, loaded_teacher, notify)
-    plan = make_plan(loaded_student, hardware, _training_job(settings, hardware, loaded_teacher), notify=notify)
+    placement = "cached" if settings.teacher_cache else settings.teacher_placement
+    job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
+    plan = make_plan(loaded_student, hardware, job, notify=notify)
     return Prepared(
         settings=_with_prompts(settings, samples),
         teacher=teacher,
         student=student,
         plan=plan,
-        samples=_evenly(samples, plan, settings),
+        samples=evenly_held_out(samples, plan, settings),
         tokenizer=tokenizers[0],
         teacher_tokenizer=tokenizers[1],
         vocab_size=tokenizers[2],
     )
-
-
-@contextmanager
-def _collecting(faults: list[Fault]) -> Iterator[None]:
-    """Keep the faults of a step, so that the later steps report theirs too; another error comes after known faults."""
-    try:
-        yield
-    except UsageError as error:
-        faults += error.faults
-    except ShardwrightError:
-        if faults:
-            raise UsageError(faults) from None
-        raise
-
-
-def chosen_hardware(settings: DistillSettings) -> HardwareSpec:
-    """Return the named hardware; without a name this machine's accelerators, or else two CPU ranks."""
-    import torch
-
-    name = settings.hardware or ("local" if torch.cuda.is_available() else "2xCPU")
-    return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
-
-
-def _launch_faults(hardware: HardwareSpec) -> list[Fault]:
-    import torch
-
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if hardware.nodes == 1 and (hardware.gpu == "CPU" or hardware.world_size <= here):
-        return []
-    rule = f"needs {hardware.world_size} x {hardware.gpu} on {hardware.nodes} node(s); this machine has {here} GPUs"
-    fix = "plan it with --dry-run, or leave --hardware out to use what is here"
-    return [Fault(where="hardware", value=hardware.name, rule=rule, fix=fix)]
-
-
-def _teacher_spec(teacher: str, settings: DistillSettings) -> LoadedModel:
-    source = Path(teacher)
-    if is_without(source, ["*.safetensors"]):
-        if is_without(source, ["*.bin", "*.pt", "*.pth"]):
-            rule = "has no weights, so it has nothing to teach"
-            raise UsageError(Fault(where="teacher", value=teacher, rule=rule, fix="give a trained model"))
-        rule = "weights are read from safetensors only, other formats can run code"
-        raise RefusedInputError(Fault(where="teacher", value=teacher, rule=rule, fix="convert them"))
-    return load_model(teacher, revision=settings.teacher_revision)
 
 
 def _tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[Any, Any, int | None]:
@@ -187,24 +138,6 @@ def _tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[
     from .tokenizer_agreement import agreed_vocab_size
 
     return tokenizer, taught, agreed_vocab_size(tokenizer, taught)
-
-
-def _samples(settings: DistillSettings, tokenizer: Any) -> Samples:
-    found = load_samples(
-        settings.dataset,
-        tokenizer,
-        seq_len=settings.seq_len,
-        packing=settings.packing,
-        split=settings.dataset_split,
-        revision=settings.dataset_revision,
-        seed=settings.seed,
-        evaluation_fraction=settings.evaluation_fraction,
-    )
-    if not found.evaluation:
-        rule = f"the {settings.evaluation_fraction:.0%} that is held out is shorter than one sample"
-        fix = "give more data, raise --evaluation-fraction or lower --seq-len"
-        raise UsageError(Fault(where="dataset", value=settings.dataset, rule=rule, fix=fix))
-    return found
 
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizers: tuple[Any, Any, Any]) -> Samples:
@@ -243,20 +176,6 @@ def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizer
     return replace(samples, evaluation=known)
 
 
-def _evenly(samples: Samples, plan: Plan, settings: DistillSettings) -> Samples:
-    """Cut the held-out samples to whole batches on every rank: a last one would be filled up with copies."""
-    found = samples.evaluation[: settings.evaluation_samples]
-    ranks = plan.hardware.world_size
-    at_once = ranks * evaluation_batch_size(plan, len(found))
-    kept = found[: max(1, len(found) // at_once) * at_once]
-    return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
-
-
-def evaluation_batch_size(plan: Plan, samples: int) -> int:
-    """Return the held-out samples of one forward pass on one rank: a micro-batch, or fewer where there are few."""
-    return max(1, min(plan.chosen.strategy.micro_batch_size, samples // plan.hardware.world_size))
-
-
 def _with_prompts(settings: DistillSettings, samples: Samples) -> DistillSettings:
     """Every token of plain text has a label, so the student goes on from the first half of a sample."""
     if not settings.on_policy or settings.prompt_tokens is not None or samples.statistics.kind != "text":
@@ -268,26 +187,3 @@ def _warn_of_sizes(student: LoadedModel, teacher: LoadedModel, notify: Notify) -
     own, taught_by = student.spec.parameter_count, teacher.spec.parameter_count
     if own > taught_by:
         notify(f"the student has {own:,} parameters and the teacher {taught_by:,}: are they swapped?")
-
-
-def _training_job(settings: DistillSettings, hardware: HardwareSpec, teacher: LoadedModel) -> TrainingJob:
-    precision = settings.precision
-    if precision == "auto":
-        precision = "fp32" if hardware.gpu == "CPU" else "bf16"
-    micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-    at_once = hardware.world_size * (micro_batch or 1)
-    return TrainingJob(
-        seq_len_tokens=settings.seq_len,
-        micro_batch_size=micro_batch,
-        global_batch_size=settings.global_batch_size or at_once * max(1, _DEFAULT_GLOBAL_BATCH // at_once),
-        precision=precision,
-        optimizer=settings.optimizer,
-        method=settings.method,
-        lora_rank=settings.lora_rank,
-        lora_targets=tuple(name.strip() for name in settings.lora_targets.split(",") if name.strip()),
-        gradient_checkpointing=settings.gradient_checkpointing,
-        strategy=settings.strategy,
-        offload=settings.offload,
-        teacher=teacher.spec,
-        teacher_placement="cached" if settings.teacher_cache else settings.teacher_placement,
-    )

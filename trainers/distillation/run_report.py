@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import io
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan import Plan
-from ...ds_configs.units import gigabytes
 from ..datasets.samples import SampleStatistics
+from ..launched.report import (
+    CARD_FILE,
+    REPORT_FILE,
+    card_front,
+    data_and_settings,
+    draw_steps,
+    empty_figure,
+    finish_axes,
+    license_of,
+    number,
+    perplexity,
+    png,
+    where_it_ran,
+)
+from ..launched.settings import METRICS_FILE
 from ..markdown import table
-from .run_files import METRICS_FILE, DistillSettings
+from .run_files import DistillSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
-REPORT_FILE, CARD_FILE, CHART_FILE = "REPORT.md", "README.md", "distillation.png"
-_LICENSE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
+CHART_FILE = "distillation.png"
 _FORMULAS = {
     "forward_kl": "KL(teacher | student)",
     "reverse_kl": "KL(student | teacher)",
@@ -119,25 +128,17 @@ def comparison(result: RunResult) -> list[TableRow]:
     rows = []
     task = "student_cross_entropy" if "student_cross_entropy" in after else "loss"
     taught = after.get("teacher_cross_entropy")
-    for name, shape in (("cross-entropy, nats a token", _number), ("perplexity", _perplexity)):
+    for name, shape in (("cross-entropy, nats a token", number), ("perplexity", perplexity)):
         teacher = "" if taught is None else shape(taught)
         rows.append(TableRow(name=name, before=shape(before[task]), after=shape(after[task]), teacher=teacher))
     for key, name, shape, own in (
-        ("kl_per_token", "KL(teacher | student), nats a token", _number, "0"),
+        ("kl_per_token", "KL(teacher | student), nats a token", number, "0"),
         ("top1_agreement", "same most likely token as the teacher", _percent, "100 %"),
         ("speculative_acceptance", "expected speculative acceptance", _percent, "100 %"),
     ):
         if key in after:
             rows.append(TableRow(name=name, before=shape(before[key]), after=shape(after[key]), teacher=own))
     return rows
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def _perplexity(value: float) -> str:
-    return f"{math.exp(min(value, 700)):.4g}"
 
 
 def _percent(value: float) -> str:
@@ -151,21 +152,15 @@ def file_names(settings: DistillSettings) -> tuple[str, ...]:
     return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, config, weights, "tokenizer.json")
 
 
-def read_metrics(directory: Path) -> list[dict[str, float]]:
-    """Return the logged steps of a run."""
-    return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
-
-
 def report_files(outcome: Outcome) -> dict[str, str | bytes]:
     """Return the report, the model card and the chart by name."""
-    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: chart(outcome)}
+    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: png(figure(outcome.metrics))}
 
 
 def report(outcome: Outcome) -> str:
     """Return `REPORT.md`."""
     plan, result, settings, data = outcome.plan, outcome.result, outcome.settings, outcome.statistics
-    named = {name: value for name, value in settings.model_dump().items() if value is not None}
-    named["learning_rate"] = settings.base_learning_rate()
+    shown = settings.model_dump() | {"learning_rate": settings.base_learning_rate()}
     lines = [
         "# Distillation report",
         "",
@@ -181,54 +176,18 @@ def report(outcome: Outcome) -> str:
         "",
         f"![loss and agreement]({CHART_FILE})",
         "",
-        *_where_it_ran(outcome),
-        "## Data",
-        "",
-        *table(
-            ("", ""),
-            [
-                (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
-                for name, value in asdict(data).items()
-            ],
-        ),
-        "",
-        "## Settings",
-        "",
-        *table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in named.items()]),
-        "",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in plan.versions) + ".",
+        *where_it_ran(plan, result.peak_bytes),
+        *data_and_settings(data, shown, plan),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _where_it_ran(outcome: Outcome) -> list[str]:
-    chosen, peak = outcome.plan.chosen, outcome.result.peak_bytes
-    gpu = chosen.memory.gpu
-    predicted = f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)})"
-    measured = "not measured on CPU ranks" if peak is None else f"{gigabytes(peak)} GB of tensors"
-    return [
-        "## Where it ran",
-        "",
-        f"{outcome.plan.hardware.name}, {chosen.strategy.label}. {chosen.reason}",
-        "",
-        *([f"Teacher: {chosen.teacher.reason}", ""] if chosen.teacher is not None else []),
-        *table(("", "predicted", "measured"), [("largest memory of an accelerator", predicted, measured)]),
-        "",
-    ]
 
 
 def model_card(outcome: Outcome) -> str:
     """Return the student's `README.md`, with the metadata that the Hub reads."""
     settings, data = outcome.settings, outcome.statistics
     library = "peft" if settings.method == "lora" else "transformers"
-    on_hub = [name for name in (outcome.student, outcome.teacher) if not Path(name).exists()]
-    front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- distillation", "- shardwright"]
-    if on_hub:
-        front += ["base_model:", *(f"- {json.dumps(name)}" for name in on_hub)]
     lines = [
-        "---",
-        *front,
-        "---",
+        *card_front((outcome.student, outcome.teacher), library=library, tags=("distillation", "shardwright")),
         f"# {Path(outcome.student).stem}, taught by {Path(outcome.teacher).stem}",
         "",
         f"`{outcome.student}` trained on `{data.source}` with `{outcome.teacher}` as its teacher: "
@@ -244,7 +203,7 @@ def model_card(outcome: Outcome) -> str:
         "",
         "## License",
         "",
-        f"Student: {_license(outcome.student)}. Teacher: {_license(outcome.teacher)}. A student may inherit terms of "
+        f"Student: {license_of(outcome.student)}. Teacher: {license_of(outcome.teacher)}. A student may inherit terms of "
         "its teacher and of the data: read all three before you publish it.",
     ]
     return "\n".join(lines) + "\n"
@@ -262,49 +221,25 @@ def objective_sentence(settings: DistillSettings) -> str:
     return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
 
 
-def _license(model: str) -> str:
-    """Return what the card beside a local model says, without asking the Hub."""
-    card = Path(model) / CARD_FILE
-    found = _LICENSE.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
-    return found[1] if found else f"see the card of `{model}`"
-
-
 def _comparison_table(result: RunResult) -> list[str]:
     rows = [(row.name, row.before, row.after, row.teacher) for row in comparison(result)]
     return table(("", "student before", "student after", "teacher"), rows)
 
 
-def chart(outcome: Outcome) -> bytes:
-    """Return a PNG with the loss, and the agreement with the teacher, of every logged step."""
-    output = io.BytesIO()
-    figure(outcome.metrics).savefig(output, format="png", dpi=120)
-    return output.getvalue()
-
-
 def figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
     """Return the chart: what is minimised and measured in nats on the left, agreement on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(9, 3.8), layout="constrained")
-    FigureCanvasAgg(drawn)
-    nats, shares = drawn.subplots(1, 2)
-    curves = (
-        (nats, "loss", "loss", "#4477aa"),
-        (nats, "student_cross_entropy", "student's cross-entropy", "#228833"),
-        (nats, "teacher_cross_entropy", "teacher's cross-entropy", "#bbbbbb"),
-        (nats, "kl_per_token", "KL(teacher | student)", "#ee6677"),
-        (shares, "top1_agreement", "same most likely token", "#4477aa"),
-        (shares, "speculative_acceptance", "expected speculative acceptance", "#ccbb44"),
-    )
-    for axes, key, label, colour in curves:
-        points = [(entry["step"], entry[key]) for entry in metrics if key in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, color=colour, marker="." if len(points) < 30 else "")
-    for axes, name in ((nats, "nats a token"), (shares, "share of tokens")):
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(name)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+    drawn, nats, shares = empty_figure()
+    measured = {
+        "loss": ("loss", "#4477aa"),
+        "student_cross_entropy": ("student's cross-entropy", "#228833"),
+        "teacher_cross_entropy": ("teacher's cross-entropy", "#bbbbbb"),
+        "kl_per_token": ("KL(teacher | student)", "#ee6677"),
+    }
+    agreement = {
+        "top1_agreement": ("same most likely token", "#4477aa"),
+        "speculative_acceptance": ("expected speculative acceptance", "#ccbb44"),
+    }
+    for axes, curves, name in ((nats, measured, "nats a token"), (shares, agreement, "share of tokens")):
+        draw_steps(axes, metrics, curves)
+        finish_axes(axes, name)
     return drawn

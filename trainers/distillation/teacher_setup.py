@@ -252,7 +252,8 @@ def _teacher_faults(teacher: Any, distillation: DistillationConfig) -> list[Faul
 
 
 def _warn_of_swapped_sizes(student: Any, teacher: Any) -> None:
-    teacher_model = getattr(teacher, "model", teacher)
+    # A Transformers model has a `model` too: itself without its head.
+    teacher_model = teacher.model if hasattr(teacher, "gathered_head") else teacher
     if not hasattr(teacher_model, "num_parameters") or not hasattr(student, "num_parameters"):
         return
     own, taught_by = (sum(_elements(p) for p in model.parameters()) for model in (student, teacher_model))

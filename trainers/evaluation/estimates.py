@@ -31,7 +31,7 @@ class Estimate:
         return abs(self.value) > SIGNIFICANT_STANDARD_ERRORS * self.standard_error
 
 
-def token_mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:
+def token_mean(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
     """Return ``m = Σ sᵢ / Σ tᵢ`` over windows i with sum sᵢ over tᵢ tokens, with the standard error of a ratio.
 
     ``SE = √(n / (n - 1) · Σ (sᵢ - m tᵢ)²) / Σ tᵢ`` (Cochran, Sampling Techniques, 3rd ed., eq. 6.13 without the finite

@@ -108,8 +108,8 @@ def last_checkpoint(arguments: Any) -> str | None:
     return found
 
 
-def step_recorder(output_dir: Path) -> Any:
-    """Return a callback that writes `metrics.jsonl` and tells how far training is."""
+def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
+    """Return a callback that writes `metrics.jsonl`, tells how far training is, and may have it evaluated at its end."""
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
@@ -131,6 +131,7 @@ def step_recorder(output_dir: Path) -> Any:
                 print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
             if state.global_step >= state.max_steps:
                 control.should_log = True
+                control.should_evaluate = control.should_evaluate or evaluates_last
 
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._write(state)

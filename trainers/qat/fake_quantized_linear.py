@@ -7,6 +7,7 @@ rounded once more when gradients are due.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,10 @@ def fake_quantized_linear(inputs: Tensor, tensors: LinearTensors, rounding: Line
         rounding: How both are rounded.
     """
     device = inputs.device.type
-    if torch.is_autocast_enabled(device):
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast:
         inputs = inputs.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
         found: Tensor = _FakeQuantizedLinear.apply(
             inputs,
             tensors.weight,
@@ -106,8 +108,12 @@ class _FakeQuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.rounding = rounding
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.input_dtype = inputs.dtype
+        # A frozen layer passes its gradient on without having seen what came in, as a plain one does.
+        static = rounding.inputs is not None and not rounding.inputs.dynamic
+        kept_inputs = inputs if static or any(ctx.needs_input_grad[1:]) else None
         ctx.save_for_backward(
-            inputs, weight, weight_scale, weight_zero_point, input_scale, input_zero_point, adapter_a, adapter_b
+            kept_inputs, weight, weight_scale, weight_zero_point, input_scale, input_zero_point, adapter_a, adapter_b
         )
         merged = merged_weight(weight, adapter_a, adapter_b, rounding.adapter_scaling)
         rounded = _rounded(merged, rounding, weight_scale, weight_zero_point).to(inputs.dtype)
@@ -136,21 +142,26 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         by_weight = by_scale = by_zero = None
         if any(needs[place] for place in (1, 3, 4, 7, 8)):
             seen = _seen(inputs, rounding, input_scale, input_zero_point)
-            by_rounded = gradient.flatten(0, -2).t() @ seen.flatten(0, -2)
+            by_rounded = _rows(gradient).t() @ _rows(seen)
             by_weight, by_scale, by_zero = weight_gradients(
                 by_rounded.to(merged.dtype), merged, rounding.weight, weight_scale, weight_zero_point
             )
         by_a, by_b = _adapter_gradients(by_weight, a, b, rounding.adapter_scaling)
-        by_bias = gradient.flatten(0, -2).sum(0) if needs[2] else None
+        by_bias = _rows(gradient).sum(0) if needs[2] else None
         found = (by_inputs, by_weight, by_bias, by_scale, by_zero, by_input_scale, by_input_zero, by_a, by_b)
-        types = (inputs, weight, None, weight_scale, weight_zero_point, input_scale, input_zero_point, a, b)
+        others = (weight_scale, weight_zero_point, input_scale, input_zero_point, a, b)
+        types = (ctx.input_dtype, weight.dtype, ctx.bias_dtype, *(None if like is None else like.dtype for like in others))
         return (
             *(
-                part.to(ctx.bias_dtype if like is None else like.dtype) if part is not None and need else None
-                for part, like, need in zip(found, types, needs, strict=False)
+                part.to(dtype) if part is not None and need else None
+                for part, dtype, need in zip(found, types, needs, strict=False)
             ),
             None,
         )
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    return matrix.reshape(-1, matrix.shape[-1])
 
 
 def _rounded(merged: Tensor, rounding: LinearRounding, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:

@@ -4,12 +4,13 @@ What a step saw is kept apart until the step ends. Then all ranks agree on it, a
 forward pass of a step rounds alike, also one that gradient checkpointing repeats, and neither micro-batches nor ranks
 nor their order change the result.
 
-    minmax           low = min over all steps                                 high likewise
-    moving_average   low ← low + 0.01 · (least of the step - low)             the first step as it is
+    minmax               low = least of all steps                             high likewise
+    moving_average       low ← low + 0.01 · (least of the step - low)         from the first step on
     percentile, l2, kl   searched on a histogram of all steps                 `plugins/activation_ranges.py`
 
-The constant is that of `MovingAverageMinMaxObserver` of torch.ao 2.13, which averages batches; here a step is one batch,
-over all its micro-batches and ranks.
+The constant is the default of `MovingAverageMinMaxObserver` in torch.ao (torch 2.13), which averages batches; here a
+batch is all that a step saw. Searching takes tens of milliseconds a layer, so histograms are searched after steps 1, 2,
+4, 8 and so on of those that were observed; in between the range stays.
 """
 
 from __future__ import annotations
@@ -17,53 +18,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from ...ds_configs.quantization.scheme import ActivationQuantization
+from ...ds_configs.quantization.scheme import ActivationQuantization, RangeMethod
 from ...plugins.activation_histogram import ActivationHistogram
 from ...plugins.activation_ranges import activation_range
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 ObserverMethod = Literal["minmax", "moving_average", "percentile", "l2", "kl"]
 METHODS: tuple[ObserverMethod, ...] = get_args(ObserverMethod)
 AVERAGING_CONSTANT = 0.01
 """Share of the newest step in a moving average."""
-Reduce = Callable[["Tensor", Literal["min", "sum"]], "Tensor"]
-"""Takes a tensor of this rank to the elementwise least or sum over all ranks."""
-_HISTOGRAMS_AT_ONCE = 512
-
-
-class RangeObserver(Protocol):
-    """What every observer does."""
-
-    refused: int
-    """Batches that were left out because they held infinities or NaN."""
-
-    def add(self, values: Tensor) -> None:
-        """See the inputs of one forward pass."""
-
-    def pending(self) -> Tensor:
-        """Return least value, minus the largest, and minus the bins' exponent of this step, fp32 [3]; infinity if none.
-
-        The least over all ranks of each is what all ranks saw.
-        """
-
-    def bounds(self, *, local: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return low and high, fp32 [1] each; `None` before anything was seen. `local`: of this rank's open step."""
+Reduction = Callable[["Tensor", Literal["min", "sum"]], "Tensor"]
+"""Takes a tensor of this rank to the elementwise least, or to the sum, over all ranks."""
+_HISTOGRAMS_AT_ONCE = 256
 
 
 class BoundsObserver:
     """Least and largest value, over all steps or as a moving average of steps."""
 
-    def __init__(self, *, averaging_constant: float | None = None, start: tuple[Tensor, Tensor] | None = None) -> None:
-        """Create an observer; without a constant it covers everything, `start` is a range to go on from."""
+    def __init__(self, *, averaging_constant: float | None = None) -> None:
+        """Create an observer; without a constant it covers everything it sees."""
         self.averaging_constant = averaging_constant
-        self.refused = 0
-        self._bounds = start
+        self._range: tuple[Tensor, Tensor] | None = None
         self._pending: Tensor | None = None
+        self._refused: Tensor | None = None
+
+    @property
+    def refused(self) -> int:
+        """Batches that this rank left out because they held infinities or NaN."""
+        return 0 if self._refused is None else int(self._refused)
+
+    def start_from(self, low: Tensor, high: Tensor) -> None:
+        """Go on from a range that is known."""
+        self._range = (low, high)
 
     def add(self, values: Tensor) -> None:
         """See the inputs of one forward pass; nothing waits for the accelerator."""
@@ -74,38 +64,173 @@ class BoundsObserver:
         low, high = torch.aminmax(values.detach())
         found = torch.stack([low, -high]).float()
         # Gradient scaling of fp16 meets infinities and skips the step: such a batch says nothing about ranges.
-        found = torch.where(torch.isfinite(found).all(), found, torch.full_like(found, math.inf))
+        finite = torch.isfinite(found).all()
+        found = torch.where(finite, found, torch.full_like(found, math.inf))
+        refused = (~finite).long()
         self._pending = found if self._pending is None else torch.minimum(self._pending, found)
+        self._refused = refused if self._refused is None else self._refused + refused
 
     def pending(self) -> Tensor:
-        """Return what the step saw, as `RangeObserver` says."""
+        """Return the least value of the open step and minus the largest, fp32 [2]; infinity if there are none."""
         import torch
 
-        found = torch.full((2,), math.inf) if self._pending is None else self._pending
-        return torch.cat([found, found.new_full((1,), math.inf)])
+        return torch.full((2,), math.inf) if self._pending is None else self._pending
 
     def absorb(self, seen: Tensor) -> None:
-        """Close the step with what all ranks saw [3]."""
+        """Close the step with what all ranks saw, [2]."""
         self._pending = None
-        if not math.isfinite(float(seen[0])):
-            self.refused += 1
-            return
-        self._bounds = self._moved(seen)
+        if math.isfinite(float(seen[0])):
+            self._range = self._moved(seen)
 
-    def bounds(self, *, local: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return low and high, as `RangeObserver` says."""
-        if local and self._pending is not None:
-            return self._moved(self.pending())
-        return self._bounds
+    def range(self) -> tuple[Tensor, Tensor] | None:
+        """Return low and high, fp32 [1] each; `None` before a step with values was closed."""
+        return self._range
+
+    def local_range(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the range would be if the step ended now and this rank were alone."""
+        return self._range if self._pending is None else self._moved(self._pending)
+
+    def record(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the range."""
+        return {}
+
+    def take_up(self, record: dict[str, Any]) -> None:
+        """Go on from a record."""
 
     def _moved(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         import torch
 
         low, high = seen[0:1], -seen[1:2]
-        if self._bounds is None:
+        if self._range is None:
             return low, high
-        old_low, old_high = (each.to(seen.device) for each in self._bounds)
+        old_low, old_high = (each.to(seen.device) for each in self._range)
         if self.averaging_constant is None:
             return torch.minimum(old_low, low), torch.maximum(old_high, high)
         share = self.averaging_constant
         return old_low + share * (low - old_low), old_high + share * (high - old_high)
+
+
+class HistogramObserver:
+    """A histogram of all values, on which the range is searched; reading it waits for the accelerator."""
+
+    def __init__(self, quantization: ActivationQuantization, method: RangeMethod) -> None:
+        """Create an empty observer."""
+        self.quantization = replace(quantization, range_method=method)
+        self.refused = 0
+        """Batches that this rank left out because they held infinities or NaN."""
+        self.histogram = ActivationHistogram()
+        """Closed steps of all ranks."""
+        self.open = ActivationHistogram()
+        """The open step of this rank."""
+        self.steps = 0
+        """Steps that were closed."""
+        self._range: tuple[Tensor, Tensor] | None = None
+
+    def start_from(self, low: Tensor, high: Tensor) -> None:
+        """Use a range that is known until the histogram is searched."""
+        self._range = (low, high)
+
+    def add(self, values: Tensor) -> None:
+        """See the inputs of one forward pass."""
+        try:
+            self.open.add(values.detach())
+        except ValueError:
+            self.refused += 1
+
+    def pending(self) -> Tensor:
+        """Return the least value of the open step, minus the largest, and minus the bins' exponent, fp32 [3]."""
+        import torch
+
+        exponent = math.inf if self.open.exponent is None else -self.open.exponent
+        return torch.tensor([self.open.low, -self.open.high, exponent], dtype=torch.float32)
+
+    def pending_counts(self, seen: Tensor) -> Tensor:
+        """Return the open step's counts in bins that fit all ranks', and its tokens, int64 [bins + 1]."""
+        import torch
+
+        counts = self.open.counts_at(_exponent(seen), seen.device)
+        return torch.cat([counts, counts.new_tensor([self.open.tokens])])
+
+    def absorb(self, seen: Tensor, counts: Tensor) -> None:
+        """Close the step with what all ranks saw: [3] and [bins + 1]."""
+        low, high = float(seen[0]), -float(seen[1])
+        # Ends of the open step may be wider types than fp32; alone on one rank they stay as they are.
+        self.histogram.add_counts(
+            counts[:-1], exponent=_exponent(seen), low=low, high=high, tokens=int(counts[-1])
+        )
+        self.open = ActivationHistogram()
+        self.steps += 1
+        if self.histogram.tokens and self.steps & (self.steps - 1) == 0:
+            self.search()
+
+    def search(self) -> None:
+        """Find the range anew."""
+        self._range = self._found(self.histogram)
+
+    def range(self) -> tuple[Tensor, Tensor] | None:
+        """Return low and high, fp32 [1] each; `None` before a step with values was closed."""
+        return self._range
+
+    def local_range(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the range would be if the first step ended now and this rank were alone."""
+        return self._found(self.open) if self._range is None and self.open.tokens else self._range
+
+    def record(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the range."""
+        return {"steps": self.steps, "histogram": self.histogram.record()}
+
+    def take_up(self, record: dict[str, Any]) -> None:
+        """Go on from a record."""
+        self.steps = record["steps"]
+        self.histogram = ActivationHistogram.from_record(record["histogram"])
+
+    def _found(self, histogram: ActivationHistogram) -> tuple[Tensor, Tensor]:
+        import torch
+
+        found = activation_range(histogram, self.quantization)
+        return torch.tensor([found.low]), torch.tensor([found.high])
+
+
+RangeObserver = BoundsObserver | HistogramObserver
+
+
+def observer_of(quantization: ActivationQuantization, method: ObserverMethod) -> RangeObserver:
+    """Return an observer that has seen nothing."""
+    if method == "minmax":
+        return BoundsObserver()
+    if method == "moving_average":
+        return BoundsObserver(averaging_constant=AVERAGING_CONSTANT)
+    return HistogramObserver(quantization, cast(RangeMethod, method))
+
+
+def close_step(observers: Sequence[RangeObserver], reduction: Reduction) -> None:
+    """Let observers of all ranks agree on what a step saw; two collectives, whatever the number of layers.
+
+    Args:
+        observers: Of the same layers in the same order on every rank.
+        reduction: Over ranks.
+    """
+    import torch
+
+    if not observers:
+        return
+    padded = [torch.nn.functional.pad(one.pending(), (0, 3 - len(one.pending())), value=math.inf) for one in observers]
+    device = next((row.device for row in padded if row.device.type != "cpu"), padded[0].device)
+    seen_N3 = reduction(torch.stack([row.to(device) for row in padded]), "min")
+    known_N3 = seen_N3.cpu()
+    counting = []
+    for place, observer in enumerate(observers):
+        if isinstance(observer, HistogramObserver):
+            counting.append((observer, known_N3[place]))
+        elif math.isfinite(float(known_N3[place, 0])):
+            observer.absorb(seen_N3[place, :2])
+    for first in range(0, len(counting), _HISTOGRAMS_AT_ONCE):
+        part = counting[first : first + _HISTOGRAMS_AT_ONCE]
+        counts = reduction(torch.stack([observer.pending_counts(seen) for observer, seen in part]).to(device), "sum")
+        for (observer, seen), row in zip(part, counts.cpu(), strict=True):
+            observer.absorb(seen, row)
+
+
+def _exponent(seen: Tensor) -> int | None:
+    found = float(seen[2])
+    return None if math.isinf(found) else int(-found)

@@ -139,6 +139,8 @@ def round_inputs(
         scale: Of a static range, [1] in the stored type; `None` if dynamic.
         zero_point: int8 or float [1], likewise; `None` if symmetric.
     """
+    if not inputs.numel():
+        return inputs
     if quantization.dynamic:
         scale, zero_point = activation_scale_and_zero_point(inputs, quantization)
     assert scale is not None, "a static range has a scale"
@@ -182,7 +184,8 @@ def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:
     compressed-tensors 0.19.0 does so with scales of zero (`quantization/utils/helpers.py`, `calculate_qparams`).
     """
     rounded = scale.detach().to(stored_dtype)
-    return torch.where(rounded > 0, rounded, torch.full_like(rounded, torch.finfo(stored_dtype).eps))
+    # NaN stays NaN, so that an export can refuse it.
+    return torch.where(~(rounded <= 0), rounded, torch.full_like(rounded, torch.finfo(stored_dtype).eps))
 
 
 def stored_zero_point(zero_point: Tensor, bits: int) -> Tensor:
