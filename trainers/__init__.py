@@ -10,14 +10,25 @@ if TYPE_CHECKING:
     from .distillation.config import DistillationConfig
     from .distillation.trainer import DistillationTrainer
     from .plan_callback import PlanCallback
+    from .qat.callback import QATCallback
+    from .qat.config import QATConfig
 
-__all__ = ["CLIPDistillationTrainer", "DistillationConfig", "DistillationTrainer", "PlanCallback"]
+__all__ = [
+    "CLIPDistillationTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
+    "PlanCallback",
+    "QATCallback",
+    "QATConfig",
+]
 
 _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
     "DistillationConfig": ".distillation.config",
     "DistillationTrainer": ".distillation.trainer",
     "PlanCallback": ".plan_callback",
+    "QATCallback": ".qat.callback",
+    "QATConfig": ".qat.config",
 }
 
 

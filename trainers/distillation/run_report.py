@@ -203,8 +203,8 @@ def model_card(outcome: Outcome) -> str:
         "",
         "## License",
         "",
-        f"Student: {license_of(outcome.student)}. Teacher: {license_of(outcome.teacher)}. A student may inherit terms of "
-        "its teacher and of the data: read all three before you publish it.",
+        f"Student: {license_of(outcome.student)}. Teacher: {license_of(outcome.teacher)}. A student may inherit terms "
+        "of its teacher and of the data: read all three before you publish it.",
     ]
     return "\n".join(lines) + "\n"
 

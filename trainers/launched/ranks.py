@@ -109,7 +109,7 @@ def last_checkpoint(arguments: Any) -> str | None:
 
 
 def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
-    """Return a callback that writes `metrics.jsonl`, tells how far training is, and may have it evaluated at its end."""
+    """Return a callback that writes `metrics.jsonl`, tells how far training is, and may evaluate at its end."""
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):

@@ -1,17 +1,229 @@
-"""Fused experts under quantization-aware training."""
+"""Mixtures of experts under quantization-aware training: rounding in the fused experts of Transformers.
+
+Transformers 5.17 holds the experts of a layer in parameters of three dimensions and decorates their class with
+`use_experts_implementation` (`integrations/moe.py`). A checkpoint has one matrix for each expert and projection, under
+names that a family chooses; the library's own conversion tells which.
+
+Shapes: E experts, N tokens, K experts a token, S = N · K rows, H hidden channels, F channels inside an expert.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.quantization.layers import LinearLayer
+from ...plugins.compressed_tensors import StoredLayer
+from .grouped_linear import GroupedRounding, grouped_fake_quantized_linear
+from .layers import LayerQuantizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parameters of gated experts, and the matrices of a checkpoint that lie below one another in each."""
 
 
 def is_fused_experts(module: Any) -> bool:
-    return False
+    """Tell whether a module holds the experts of a layer in parameters of three dimensions."""
+    return all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "has_gate", "_apply_gate"))
 
 
-def expert_linear_layers(model: Any, name: str) -> tuple[Any, ...]:
-    return ()
+def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
+    """Return the matrices of a fused experts module, under the names that its checkpoint has.
+
+    Experts that cannot be rounded get names of their place in the model, so that a scheme can leave them out.
+
+    Args:
+        model: Transformers model, with PEFT around it or not.
+        name: Of the module in the model.
+    """
+    module = model.get_submodule(name)
+    if experts_fault(model, name) is not None:
+        return (LinearLayer(name=name, out_features=1, in_features=1, is_expert=True),)
+    names = _checkpoint_names(model, name)
+    layers = []
+    for parameter, matrices in _MATRICES.items():
+        experts, rows, columns = _shape(getattr(module, parameter))
+        layers += [
+            LinearLayer(
+                name=names[f"{expert}.{matrix}"],
+                out_features=rows // len(matrices),
+                in_features=columns,
+                is_expert=True,
+            )
+            for expert in range(experts)
+            for matrix in matrices
+        ]
+    return tuple(layers)
 
 
-def fake_quantize_experts(module: Any, name: str, quantizers: dict[str, Any]) -> None:
-    raise NotImplementedError
+def experts_fault(model: Any, name: str) -> Fault | None:
+    """Return why the experts of a layer cannot be trained with rounded numbers; `None` if they can."""
+    module = model.get_submodule(name)
+    ways = "leave the experts out with ignore"
+    value = f"{name} ({type(module).__name__})"
+    unfit = [
+        rule
+        for rule, found in (
+            ("have biases", module.has_bias),
+            ("are stored transposed", module.is_transposed),
+            ("interleave gate and up", not module.is_concatenated),
+            ("have no gate", not module.has_gate),
+        )
+        if found
+    ]
+    if unfit:
+        return Fault(where="experts", value=value, rule=f"{', '.join(unfit)}, which is not supported", fix=ways)
+    if _checkpoint_names(model, name) is None:
+        rule = "have no single matrices in the checkpoints of this family, so that they cannot be packed"
+        return Fault(where="experts", value=value, rule=rule, fix=ways)
+    return None
+
+
+def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, LayerQuantizer]) -> None:
+    """Change the class of a fused experts module so that each of its matrices is rounded.
+
+    Args:
+        module: As `is_fused_experts` knows it.
+        name: Of the module in the model.
+        quantizers: How each matrix is rounded, in the order of `expert_linear_layers`.
+
+    Raises:
+        UsageError: some of the matrices are left out.
+    """
+    relative = list(_relative_names(module))
+    if len(quantizers) != len(relative):
+        rule = f"{len(quantizers)} of {len(relative)} matrices are targeted, and a layer's experts are packed together"
+        raise UsageError(Fault(where="ignore", value=name, rule=rule, fix="target or ignore all of them"))
+    module.__class__ = _fake_quantized_class(type(module))
+    module.quantizers = dict(zip(relative, quantizers.values(), strict=True))
+
+
+class FakeQuantizedExperts:
+    """What a fused experts class becomes: its forward pass computes with the numbers of the checkpoint."""
+
+    quantizers: dict[str, LayerQuantizer]
+    consumed = tuple(_MATRICES)
+    """Own parameters that the packed form takes the place of."""
+    gate_up_proj: Any
+    down_proj: Any
+    num_experts: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of every token's experts [N, H]; plain where rounding has not begun.
+
+        The order of sums is that of `experts_implementation="eager"`, to the bit.
+
+        Args:
+            hidden_states: [N, H].
+            top_k_index: Experts of each token [N, K].
+            top_k_weights: Their weights [N, K].
+        """
+        quantizer = next(iter(self.quantizers.values()))
+        if not quantizer.state.enabled:
+            plain: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+            return plain
+        self._note_dtype(self.gate_up_proj.dtype)
+        weight = quantizer.rounding().weight
+        tokens_S, weights_S, ends = _by_expert(top_k_index, top_k_weights, self.num_experts)
+        inner_S2F = grouped_fake_quantized_linear(
+            hidden_states[tokens_S], ends, self.gate_up_proj, GroupedRounding(weight=weight, matrices=2)
+        )
+        inner_SF = self._apply_gate(inner_S2F)  # type: ignore[attr-defined]
+        answers_SH = grouped_fake_quantized_linear(inner_SF, ends, self.down_proj, GroupedRounding(weight=weight))
+        answers_SH = (answers_SH * weights_S[:, None]).to(hidden_states.dtype)
+        summed_NH = torch.zeros_like(hidden_states)
+        sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
+        # One expert after another: a token has each expert once, so that sums have one order on every device.
+        for tokens, answers in zip(tokens_S.split(sizes), answers_SH.split(sizes), strict=True):
+            if len(tokens):
+                summed_NH.index_add_(0, tokens, answers)
+        return summed_NH
+
+    def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
+        """Return what the checkpoint holds in place of the parameters, for each expert and matrix."""
+        found = {}
+        for parameter, matrices in _MATRICES.items():
+            for expert, whole in enumerate(parameters[parameter]):
+                for matrix, part in zip(matrices, whole.chunk(len(matrices)), strict=True):
+                    name = f"{expert}.{matrix}"
+                    quantizer = self.quantizers[name]
+                    seen = part if quantizer.forward_dtype is None else part.to(quantizer.forward_dtype)
+                    found[name] = quantizer.stored_layer(seen)
+        return found
+
+    def _note_dtype(self, dtype: torch.dtype) -> None:
+        if next(iter(self.quantizers.values())).forward_dtype != dtype:
+            for quantizer in self.quantizers.values():
+                quantizer.forward_dtype = dtype
+
+
+def _by_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return tokens [S] and weights [S] sorted by expert, then choice, then token, and where each expert's rows end.
+
+    Indices beyond the last expert stand for experts of other ranks, and are left out.
+    """
+    chosen_S = top_k_index.t().reshape(-1)
+    order_S = torch.argsort(chosen_S, stable=True)
+    counts = torch.bincount(chosen_S, minlength=experts)[:experts]
+    ends = tuple(counts.cumsum(0).tolist())
+    order_S = order_S[: ends[-1]]
+    tokens_S = order_S % len(top_k_index)
+    return tokens_S, top_k_weights[tokens_S, order_S // len(top_k_index)], ends
+
+
+def _relative_names(module: Any) -> Iterator[str]:
+    for matrices in _MATRICES.values():
+        for expert in range(module.num_experts):
+            for matrix in matrices:
+                yield f"{expert}.{matrix}"
+
+
+def _shape(parameter: Any) -> tuple[int, int, int]:
+    """Return [E, O, I] also of a parameter that `zero.Init` has divided."""
+    experts, rows, columns = getattr(parameter, "ds_shape", parameter.shape)
+    return experts, rows, columns
+
+
+@cache
+def _fake_quantized_class(experts: type) -> type:
+    return type(f"FakeQuantized{experts.__name__}", (FakeQuantizedExperts, experts), {})
+
+
+def _checkpoint_names(model: Any, name: str) -> dict[str, str] | None:
+    """Return the names of single matrices by their relative names, `None` if checkpoints have none.
+
+    Numbers are sent through the conversion that saving does in place of weights; where they come out says which matrix a
+    name means.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    root, prefix = _pretrained(model)
+    if root is None:
+        return None
+    module, inside = model.get_submodule(name), name.removeprefix(prefix)
+    experts = module.num_experts
+    relative = list(_relative_names(module))
+    places = torch.arange(len(relative))
+    probes = {
+        f"{inside}.gate_up_proj": places[: 2 * experts].reshape(experts, 2, 1),
+        f"{inside}.down_proj": places[2 * experts :].reshape(experts, 1, 1),
+    }
+    found = revert_weight_conversion(root, probes)
+    if len(found) != len(relative) or any(probe.numel() != 1 for probe in found.values()):
+        return None
+    return {relative[int(probe)]: full.removesuffix(".weight") for full, probe in found.items()}
+
+
+def _pretrained(model: Any) -> tuple[Any | None, str]:
+    from transformers import PreTrainedModel
+
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            return module, f"{name}." if name else ""
+    return None, ""

@@ -150,7 +150,12 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         by_bias = _rows(gradient).sum(0) if needs[2] else None
         found = (by_inputs, by_weight, by_bias, by_scale, by_zero, by_input_scale, by_input_zero, by_a, by_b)
         others = (weight_scale, weight_zero_point, input_scale, input_zero_point, a, b)
-        types = (ctx.input_dtype, weight.dtype, ctx.bias_dtype, *(None if like is None else like.dtype for like in others))
+        types = (
+            ctx.input_dtype,
+            weight.dtype,
+            ctx.bias_dtype,
+            *(None if like is None else like.dtype for like in others),
+        )
         return (
             *(
                 part.to(dtype) if part is not None and need else None

@@ -77,10 +77,9 @@ class BoundsObserver:
         return torch.full((2,), math.inf) if self._pending is None else self._pending
 
     def absorb(self, seen: Tensor) -> None:
-        """Close the step with what all ranks saw, [2]."""
+        """Close a step in which some rank saw values, with what all of them saw, [2]."""
         self._pending = None
-        if math.isfinite(float(seen[0])):
-            self._range = self._moved(seen)
+        self._range = self._moved(seen)
 
     def range(self) -> tuple[Tensor, Tensor] | None:
         """Return low and high, fp32 [1] each; `None` before a step with values was closed."""
@@ -154,7 +153,6 @@ class HistogramObserver:
     def absorb(self, seen: Tensor, counts: Tensor) -> None:
         """Close the step with what all ranks saw: [3] and [bins + 1]."""
         low, high = float(seen[0]), -float(seen[1])
-        # Ends of the open step may be wider types than fp32; alone on one rank they stay as they are.
         self.histogram.add_counts(
             counts[:-1], exponent=_exponent(seen), low=low, high=high, tokens=int(counts[-1])
         )
