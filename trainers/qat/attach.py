@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,15 +15,16 @@ from ...ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, schem
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.llm_compressor.experts import expert_faults, router_patterns
 from .config import QATConfig
-from .experts import expert_linear_layers, fake_quantize_experts, is_fused_experts
+from .experts import expert_linear_layers, experts_fault, fake_quantize_experts, is_fused_experts
+from .input_ranges import InputRange
+from .kv_cache import attach_kv_cache, kv_cache_faults
 from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
 from .learned_scales import add_learned_scales
 from .lora import is_lora_linear, lora_faults, make_fake_quantized
 
-if TYPE_CHECKING:
-    from .input_ranges import InputRange
-
 _ATTRIBUTE = "quantization_attachment"
+_PEFT_PARTS = (".lora_", ".original_module")
+"""Linear layers of adapters, and those that a trained copy has taken the place of."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +44,7 @@ class Attachment:
     layers: tuple[LinearLayer, ...]
     """Matrices that are rounded, by their names in the checkpoint."""
     ranges: dict[str, InputRange] = field(default_factory=dict)
-    """Stored ranges of inputs by the name of the matrix; empty unless the scheme has them."""
+    """Stored ranges by the name of the matrix, or of a cache's scale; empty unless the scheme or the cache has them."""
 
     def quantizers(self) -> Iterator[LayerQuantizer]:
         """Yield how each matrix is rounded."""
@@ -89,6 +91,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         layers=selected_layers(scheme, layers),
     )
     _change_classes(model, attachment, found)
+    attach_kv_cache(model, attachment)
     add_learned_scales(attachment)
     model.register_load_state_dict_pre_hook(_refuse_foreign_scales)
     setattr(model, _ATTRIBUTE, attachment)
@@ -121,7 +124,8 @@ def fake_quantization_disabled(model: Any) -> Iterator[None]:
 
 def checkpoint_name(name: str) -> str:
     """Return a module's name without what PEFT and `torch.compile` put into it."""
-    return name.removeprefix("base_model.model.").replace("._orig_mod", "").replace(".base_layer", "")
+    plain = name.removeprefix("base_model.model.").replace("._orig_mod", "").replace(".base_layer", "")
+    return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
 
 
 def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
@@ -137,7 +141,7 @@ def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[Linea
         elif is_lora_linear(module) and config.lora == "merged":
             inside = (*inside, f"{name}.")
             yield name, (_layer(checkpoint_name(name), module.get_base_layer(), head, tied),)
-        elif type(module) is torch.nn.Linear and ".lora_" not in name:
+        elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
             yield name, (_layer(checkpoint_name(name), module, head, tied),)
 
 
@@ -173,17 +177,23 @@ def _model_faults(
         rule = "has no linear layers (GPT-2's Conv1D and layers that are quantized already cannot be trained)"
         return [Fault(where="model", value=type(model).__name__, rule=rule)]
     faults = scheme_faults(scheme, layers) + expert_faults(scheme, "qat", layers)
+    faults += kv_cache_faults(model, config)
     chosen = selected_layers(scheme, layers)
     if config.learns_scales and any(layer.is_expert for layer in chosen):
         rule = "are not learned for fused experts"
         faults.append(Fault(where="weight_rule", value="learned", rule=f"scales {rule}", fix="use minmax"))
     picked = {layer.name for layer in chosen}
-    for name, module in model.named_modules():
-        if name in found and is_lora_linear(module) and checkpoint_name(name) in picked:
-            faults += lora_faults(checkpoint_name(name), module)
-            if faults:
-                break
-    return faults
+    modules = dict(model.named_modules())
+    # What is said of one layer of a kind holds for all.
+    adapters = (name for name in found if is_lora_linear(modules[name]) and checkpoint_name(name) in picked)
+    faults += next(filter(None, (lora_faults(checkpoint_name(name), modules[name]) for name in adapters)), [])
+    experts = (name for name, own in found.items() if is_fused_experts(modules[name]) and _any_in(own, picked))
+    fault = next(filter(None, (experts_fault(model, name) for name in experts)), None)
+    return faults if fault is None else [*faults, fault]
+
+
+def _any_in(layers: tuple[LinearLayer, ...], picked: set[str]) -> bool:
+    return any(layer.name in picked for layer in layers)
 
 
 def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tuple[LinearLayer, ...]]) -> None:
@@ -198,7 +208,7 @@ def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tupl
             state=attachment.state,
         )
         if attachment.scheme.activations_are_static:
-            made.input_range = attachment.ranges[name] = _input_range(attachment)
+            made.input_range = attachment.ranges[name] = _input_range(attachment, name)
         return made
 
     modules = dict(model.named_modules())
@@ -227,12 +237,10 @@ def _refuse_foreign_scales(model: Any, state: Mapping[str, Any], *_: Any) -> Non
         raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
 
 
-def _input_range(attachment: Attachment) -> InputRange:
-    from .input_ranges import InputRange
-
+def _input_range(attachment: Attachment, name: str) -> InputRange:
     activations = attachment.scheme.activations
     assert activations is not None, "stored ranges belong to rounded activations"
-    return InputRange(activations, method=attachment.config.ranges, stored_dtype=attachment.stored_dtype)
+    return InputRange(activations, method=attachment.config.ranges, stored_dtype=attachment.stored_dtype, name=name)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -50,7 +50,12 @@ class QATConfig:
     @property
     def observes(self) -> bool:
         """Whether ranges of activations are found while training runs."""
-        return self.scheme.activations_are_static and self.ranges in _OBSERVED
+        return self.stores_ranges and self.ranges in _OBSERVED
+
+    @property
+    def stores_ranges(self) -> bool:
+        """Whether the checkpoint holds ranges: of inputs, or of the cache."""
+        return self.scheme.activations_are_static or self.kv_cache is not None
 
     @property
     def rounded_scheme(self) -> QuantizationScheme:
@@ -86,7 +91,7 @@ def _scheme_faults(config: QATConfig) -> Iterator[Fault]:
     if config.weight_rule in ("ternary", "binary") and (scheme.weights.bits != 2 or not scheme.weights.symmetric):
         rule = f"are codes of 2 bits without zero point, and {scheme.name} has {scheme.weights.bits}"
         yield Fault(where="weight_rule", value=config.weight_rule, rule=rule, fix="use scheme W2A16")
-    if config.ranges != "calibrated" and not scheme.activations_are_static:
+    if config.ranges != "calibrated" and not config.stores_ranges:
         rule = f"needs stored ranges of activations, and {scheme.name} has none"
         yield Fault(where="ranges", value=config.ranges, rule=rule, fix="use W8A8_STATIC, or drop it")
 

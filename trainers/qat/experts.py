@@ -9,14 +9,16 @@ Shapes: E experts, N tokens, K experts a token, S = N · K rows, H hidden channe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.errors import Fault
+from ...ds_configs.quantization.layers import LinearLayer, selected_layers
+from ...ds_configs.quantization.mixtures import expert_scheme
+from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.compressed_tensors import StoredLayer
 from .grouped_linear import GroupedRounding, grouped_fake_quantized_linear
 from .layers import LayerQuantizer
@@ -36,70 +38,74 @@ def is_fused_experts(module: Any) -> bool:
 def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
     """Return the matrices of a fused experts module, under the names that its checkpoint has.
 
-    Experts that cannot be rounded get names of their place in the model, so that a scheme can leave them out.
+    Experts that cannot be rounded stand there by the names of their parameters, so that a scheme can leave them out.
 
     Args:
         model: Transformers model, with PEFT around it or not.
         name: Of the module in the model.
     """
     module = model.get_submodule(name)
-    if experts_fault(model, name) is not None:
-        return (LinearLayer(name=name, out_features=1, in_features=1, is_expert=True),)
+    if _unfit(model, name):
+        shapes = {each: _shape(parameter) for each, parameter in module.named_parameters(recurse=False)}
+        return tuple(
+            _layer(f"{name}.{each}", *(reversed(shape[1:]) if module.is_transposed else shape[1:]))
+            for each, shape in shapes.items()
+            if len(shape) == 3
+        )
     names = _checkpoint_names(model, name)
     layers = []
     for parameter, matrices in _MATRICES.items():
         experts, rows, columns = _shape(getattr(module, parameter))
         layers += [
-            LinearLayer(
-                name=names[f"{expert}.{matrix}"],
-                out_features=rows // len(matrices),
-                in_features=columns,
-                is_expert=True,
-            )
+            _layer(names[f"{expert}.{matrix}"], rows // len(matrices), columns)
             for expert in range(experts)
             for matrix in matrices
         ]
     return tuple(layers)
 
 
-def experts_fault(model: Any, name: str) -> Fault | None:
-    """Return why the experts of a layer cannot be trained with rounded numbers; `None` if they can."""
-    module = model.get_submodule(name)
-    ways = "leave the experts out with ignore"
-    value = f"{name} ({type(module).__name__})"
-    unfit = [
-        rule
-        for rule, found in (
-            ("have biases", module.has_bias),
-            ("are stored transposed", module.is_transposed),
-            ("interleave gate and up", not module.is_concatenated),
-            ("have no gate", not module.has_gate),
-        )
-        if found
+def experts_faults(model: Any, scheme: QuantizationScheme) -> list[Fault]:
+    """Return why the experts of a model cannot be trained with the numbers of a scheme, all together."""
+    unfit: dict[str, list[str]] = {}
+    partial = []
+    for name, module in model.named_modules():
+        if not is_fused_experts(module):
+            continue
+        layers = expert_linear_layers(model, name)
+        chosen = selected_layers(scheme, layers)
+        reason = _unfit(model, name)
+        if reason and chosen:
+            unfit.setdefault(f"{type(module).__name__} {reason}", []).append(name)
+        elif not reason and len(chosen) < len(layers):
+            partial.append(name)
+    faults = [
+        Fault(where="experts", value=_shown(names), rule=rule, fix="add re:.*experts to ignore: they stay dense")
+        for rule, names in unfit.items()
     ]
-    if unfit:
-        return Fault(where="experts", value=value, rule=f"{', '.join(unfit)}, which is not supported", fix=ways)
-    if _checkpoint_names(model, name) is None:
-        rule = "have no single matrices in the checkpoints of this family, so that they cannot be packed"
-        return Fault(where="experts", value=value, rule=rule, fix=ways)
-    return None
+    if partial:
+        rule = (
+            "are left out, wholly or in part: Transformers 5.17 finds no dense experts in a packed checkpoint, and runs "
+            "with random ones"
+        )
+        fix = "leave no matrix of an expert out"
+        faults.append(Fault(where="ignore", value=_shown(partial), rule=rule, fix=fix))
+    return faults
 
 
 def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, LayerQuantizer]) -> None:
     """Change the class of a fused experts module so that each of its matrices is rounded.
 
+    Their inputs are not, whatever the scheme says, because no loader rounds them (`expert_scheme`).
+
     Args:
-        module: As `is_fused_experts` knows it.
+        module: As `is_fused_experts` knows it, without faults.
         name: Of the module in the model.
         quantizers: How each matrix is rounded, in the order of `expert_linear_layers`.
-
-    Raises:
-        UsageError: some of the matrices are left out.
     """
     relative = list(_relative_names(module))
-    if len(quantizers) != len(relative):
-        rule = f"{len(quantizers)} of {len(relative)} matrices are targeted, and a layer's experts are packed together"
-        raise UsageError(Fault(where="ignore", value=name, rule=rule, fix="target or ignore all of them"))
+    assert len(quantizers) == len(relative), f"{len(quantizers)} of {len(relative)} matrices of {name} are targeted"
+    for quantizer in quantizers.values():
+        quantizer.scheme, quantizer.input_range = expert_scheme(quantizer.scheme), None
     module.__class__ = _fake_quantized_class(type(module))
     module.quantizers = dict(zip(relative, quantizers.values(), strict=True))
 
@@ -113,6 +119,7 @@ class FakeQuantizedExperts:
     gate_up_proj: Any
     down_proj: Any
     num_experts: int
+    _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of every token's experts [N, H]; plain where rounding has not begun.
@@ -134,11 +141,12 @@ class FakeQuantizedExperts:
         inner_S2F = grouped_fake_quantized_linear(
             hidden_states[tokens_S], ends, self.gate_up_proj, GroupedRounding(weight=weight, matrices=2)
         )
-        inner_SF = self._apply_gate(inner_S2F)  # type: ignore[attr-defined]
+        sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
+        # Tails of vectors are computed by other instructions: gating all rows at once would change last bits.
+        inner_SF = torch.cat([self._apply_gate(part) for part in inner_S2F.split(sizes)])
         answers_SH = grouped_fake_quantized_linear(inner_SF, ends, self.down_proj, GroupedRounding(weight=weight))
         answers_SH = (answers_SH * weights_S[:, None]).to(hidden_states.dtype)
         summed_NH = torch.zeros_like(hidden_states)
-        sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
         # One expert after another: a token has each expert once, so that sums have one order on every device.
         for tokens, answers in zip(tokens_S.split(sizes), answers_SH.split(sizes), strict=True):
             if len(tokens):
@@ -184,10 +192,34 @@ def _relative_names(module: Any) -> Iterator[str]:
                 yield f"{expert}.{matrix}"
 
 
-def _shape(parameter: Any) -> tuple[int, int, int]:
+def _layer(name: str, out_features: int, in_features: int) -> LinearLayer:
+    return LinearLayer(name=name, out_features=out_features, in_features=in_features, is_expert=True)
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
     """Return [E, O, I] also of a parameter that `zero.Init` has divided."""
-    experts, rows, columns = getattr(parameter, "ds_shape", parameter.shape)
-    return experts, rows, columns
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _shown(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _unfit(model: Any, name: str) -> str:
+    """Return why the experts of a layer cannot be rounded; empty if they can."""
+    module = model.get_submodule(name)
+    if name.endswith(".base_layer"):
+        return "carries PEFT's adapters, which are not merged before rounding"
+    flags = (
+        ("has biases", module.has_bias),
+        ("stores its matrices transposed", module.is_transposed),
+        ("interleaves gate and up", not module.is_concatenated),
+        ("has no gate", not module.has_gate),
+    )
+    found = [reason for reason, is_so in flags if is_so]
+    if not found and not _checkpoint_names(model, name):
+        return "has no single matrices in the checkpoints of its family"
+    return ", ".join(found)
 
 
 @cache
@@ -195,8 +227,8 @@ def _fake_quantized_class(experts: type) -> type:
     return type(f"FakeQuantized{experts.__name__}", (FakeQuantizedExperts, experts), {})
 
 
-def _checkpoint_names(model: Any, name: str) -> dict[str, str] | None:
-    """Return the names of single matrices by their relative names, `None` if checkpoints have none.
+def _checkpoint_names(model: Any, name: str) -> dict[str, str]:
+    """Return the names of single matrices in a checkpoint by their relative names; empty if it has none.
 
     Numbers are sent through the conversion that saving does in place of weights; where they come out says which matrix a
     name means.
@@ -205,7 +237,7 @@ def _checkpoint_names(model: Any, name: str) -> dict[str, str] | None:
 
     root, prefix = _pretrained(model)
     if root is None:
-        return None
+        return {}
     module, inside = model.get_submodule(name), name.removeprefix(prefix)
     experts = module.num_experts
     relative = list(_relative_names(module))
@@ -216,7 +248,7 @@ def _checkpoint_names(model: Any, name: str) -> dict[str, str] | None:
     }
     found = revert_weight_conversion(root, probes)
     if len(found) != len(relative) or any(probe.numel() != 1 for probe in found.values()):
-        return None
+        return {}
     return {relative[int(probe)]: full.removesuffix(".weight") for full, probe in found.items()}
 
 

@@ -64,7 +64,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: GroupedRounding
     ) -> Tensor:
         ctx.ends, ctx.rounding = ends, rounding
-        ctx.save_for_backward(rows, weight)
+        # Frozen experts pass their gradient on without having seen what came in, as plain layers do.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
         answer = rows.new_zeros(len(rows), weight.shape[1])
         for expert, first, last in _occupied(ends):
             rounded = rounded_matrices(weight[expert], rounding).to(rows.dtype)
@@ -76,7 +77,7 @@ class _GroupedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        by_rows = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
+        by_rows = gradient.new_zeros(len(gradient), weight.shape[2]) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for expert, first, last in _occupied(ctx.ends):
             part = gradient[first:last]

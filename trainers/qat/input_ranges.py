@@ -12,6 +12,8 @@ from ...plugins.compressed_tensors import code_range, range_scale_and_zero_point
 from ...plugins.quantized_cache import float8_scale
 from ...plugins.recomputation import in_backward_pass
 from .observers import METHODS, ObserverMethod, RangeObserver, Reduction, close_step, observer_of
+from .range_files import load_ranges as load_ranges
+from .range_files import save_ranges as save_ranges
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +58,8 @@ class InputRange:
         """Sees inputs while training or calibration runs; `None` where the range stays as it is."""
         if method in METHODS:
             self.observer = observer_of(quantization, cast(ObserverMethod, method))
+        self.calibrating = False
+        """Whether a pass over calibration batches is running, which is in evaluation mode."""
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._stored: tuple[Tensor, Tensor | None] | None = None
 
@@ -114,24 +118,23 @@ class InputRange:
         self._stored = self._stored_numbers(*self._bounds)
 
     def initial_values(self) -> tuple[Tensor, Tensor | None]:
-        """Return what a learned scale and zero point start from, fp32 [1] each: neither is rounded yet.
-
-        Rounded, they are the stored ones: ``z = -2^(b-1) - low / scale`` with the stored scale, clamped to the codes.
+        """Return what a learned scale and zero point start from, fp32 [1] each: the stored ones before rounding.
 
         Raises:
             UsageError: the range is not known yet.
         """
         import torch
 
-        scale, zero_point = self.on(self._bounds[0].device if self._bounds else torch.device("cpu"))
-        if self._bounds is None or zero_point is None or self.quantization.number_type == "float":
-            return scale.float(), None if zero_point is None else zero_point.float()
-        least, largest = code_range(self.quantization.bits)
-        low, high = self._bounds
-        exact, _ = range_scale_and_zero_point(
-            low, high, bits=self.quantization.bits, symmetric=False, stored_dtype=torch.float32
-        )
-        return exact, (least - low / scale.float()).clamp(least, largest)
+        stored, zero_point = self.on(torch.device("cpu"))
+        if self._bounds is None or self.quantization.number_type == "float":
+            return stored.float(), None if zero_point is None else zero_point.float()
+        low, high = (end.cpu() for end in self._bounds)
+        bits, symmetric = self.quantization.bits, self.quantization.symmetric
+        scale, _ = range_scale_and_zero_point(low, high, bits=bits, symmetric=symmetric, stored_dtype=torch.float32)
+        if symmetric:
+            return scale, None
+        least, largest = code_range(bits)
+        return scale, (least - low / stored.float()).clamp(least, largest)
 
     def record(self) -> dict[str, Any]:
         """Return what a resumed run must know, as JSON holds it; fp32 numbers are exact there."""
@@ -142,10 +145,15 @@ class InputRange:
         """Go on from a record."""
         if record["bounds"] is not None:
             self.set_bounds(*record["bounds"])
-            if self.observer is not None and self._bounds is not None:
-                self.observer.start_from(*self._bounds)
+        self.continue_with(self.observer)
         if self.observer is not None:
-            self.observer.take_up(dict(record))
+            self.observer.take_up(record)
+
+    def continue_with(self, observer: RangeObserver | None) -> None:
+        """Let another observer go on from the range that is known."""
+        self.observer = observer
+        if observer is not None and self._bounds is not None:
+            observer.start_from(*self._bounds)
 
     def follow(self) -> None:
         """Take the range that the observer has found, if it has any."""
@@ -230,25 +238,79 @@ def calibrate_inputs(
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         rule = "ZeRO-3 has partitioned the weights, and ranges are found on a whole model"
-        fix = "load, attach and calibrate in a script without DeepSpeed, save_ranges, then QATCallback(calibration=file)"
+        fix = (
+            "load, attach and calibrate in a script without DeepSpeed, save_ranges, then QATCallback(calibration=file)"
+        )
         raise UsageError(Fault(where="calibrate_inputs", value=type(model).__name__, rule=rule, fix=fix))
-    ranges = attachment.ranges
-    before = {name: one.observer for name, one in ranges.items()}
-    for one in ranges.values():
+    ranges = tuple(attachment.ranges.values())
+    before = [one.observer for one in ranges]
+    for one in ranges:
         one.observer = observer_of(one.quantization, method or one.quantization.range_method)
     try:
         with _calibrating(model, attachment, rounded_weights=rounded_weights):
             count = _run(model, batches)
-        synchronise(ranges.values())
+        synchronise(ranges)
         faults = _calibration_faults(ranges, count)
-        for one in ranges.values():
-            _finish(one)
     finally:
-        for name, one in ranges.items():
-            one.observer = before[name]
+        for one, observer in zip(ranges, before, strict=True):
+            one.continue_with(observer)
     if faults:
         raise UsageError(faults)
-    for one in ranges.values():
-        if one.observer is not None and one.bounds is not None:
-            one.observer.start_from(*(_tensor(end) for end in one.bounds))
     return count
+
+
+@contextmanager
+def _calibrating(model: Any, attachment: Attachment, *, rounded_weights: bool) -> Iterator[None]:
+    import torch
+
+    state = attachment.state
+    modes = {module: module.training for module in model.modules()}
+    enabled, observing = state.enabled, state.observing
+    model.eval()
+    # What rounds observes in training mode alone; it holds no dropout of its own.
+    for module in attachment.modules.values():
+        module.training = True
+    for one in attachment.ranges.values():
+        one.calibrating = True
+    state.enabled, state.observing = rounded_weights, True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        state.enabled, state.observing = enabled, observing
+        for one in attachment.ranges.values():
+            one.calibrating = False
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _run(model: Any, batches: Iterable[Any]) -> int:
+    import torch
+
+    device = next(model.parameters()).device
+    count = 0
+    for batch in batches:
+        count += 1
+        if isinstance(batch, torch.Tensor):
+            model(batch.to(device))
+            continue
+        arguments = {name: value for name, value in batch.items() if name != "labels"}
+        model(**{name: value.to(device) if hasattr(value, "to") else value for name, value in arguments.items()})
+    return count
+
+
+def _calibration_faults(ranges: Iterable[InputRange], count: int) -> list[Fault]:
+    where = "calibration"
+    if not count:
+        return [Fault(where=where, value=count, rule="there must be at least one batch")]
+    faults = []
+    for one in ranges:
+        refused = 0 if one.observer is None else one.observer.refused
+        if refused:
+            rule = f"{refused} batches of inputs of {one.name or 'a layer'} hold infinities or NaN"
+            faults.append(Fault(where=where, rule=rule, fix="calibrate a model whose logits are finite"))
+        elif one.bounds is None:
+            rule = f"{one.name or 'a layer'} was never reached"
+            fix = "give more batches, or add it to ignore: experts see the tokens of their router alone"
+            faults.append(Fault(where=where, value=count, rule=rule, fix=fix))
+    return faults

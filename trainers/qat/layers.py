@@ -85,7 +85,7 @@ class LayerQuantizer:
         activations = self.scheme.activations
         if self.scheme.activations_are_static and input_scale is None:
             assert self.input_range is not None, "a scheme of stored ranges gives every layer one"
-            input_scale, input_zero_point = self.input_range.scale, self.input_range.zero_point
+            input_scale, input_zero_point = self.input_range.on(weight.device)
         input_bits = 8 if activations is None else activations.bits
         return StoredLayer(
             codes=rounded.levels.to(torch.int8),
@@ -110,7 +110,7 @@ class FakeQuantizedLinear(torch.nn.Linear):
         if not quantizer.state.enabled:
             return super().forward(input)
         quantizer.forward_dtype = self.weight.dtype
-        tensors = LinearTensors(weight=self.weight, bias=self.bias, **rounding_tensors(self, quantizer))
+        tensors = LinearTensors(weight=self.weight, bias=self.bias, **rounding_tensors(self, quantizer, input.device))
         return fake_quantized_linear(input, tensors, quantizer.rounding())
 
     def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
@@ -122,12 +122,17 @@ class FakeQuantizedLinear(torch.nn.Linear):
 
 def observe_inputs(quantizer: LayerQuantizer, inputs: Tensor, *, training: bool) -> None:
     """Let the range of a layer see its inputs, if ranges are being observed."""
-    if quantizer.input_range is not None and training and quantizer.state.observing:
-        quantizer.input_range.observe(inputs)
+    found = quantizer.input_range
+    if found is not None and quantizer.state.observing and (training or found.calibrating):
+        found.observe(inputs)
 
 
-def rounding_tensors(module: torch.nn.Module, quantizer: LayerQuantizer) -> dict[str, Any]:
-    """Return scales and zero points for a forward pass: learned parameters, or the stored range of the inputs."""
+def rounding_tensors(module: torch.nn.Module, quantizer: LayerQuantizer, device: torch.device) -> dict[str, Any]:
+    """Return scales and zero points for a forward pass: learned parameters, or the stored range of the inputs.
+
+    Raises:
+        UsageError: the range is not known yet.
+    """
     found: dict[str, Any] = {
         "weight_scale": getattr(module, WEIGHT_SCALE, None),
         "weight_zero_point": getattr(module, WEIGHT_ZERO_POINT, None),
@@ -135,8 +140,7 @@ def rounding_tensors(module: torch.nn.Module, quantizer: LayerQuantizer) -> dict
         "input_zero_point": getattr(module, INPUT_ZERO_POINT, None),
     }
     if found["input_scale"] is None and quantizer.input_range is not None:
-        found["input_scale"] = quantizer.input_range.scale
-        found["input_zero_point"] = quantizer.input_range.zero_point
+        found["input_scale"], found["input_zero_point"] = quantizer.input_range.on(device)
     return found
 
 

@@ -49,13 +49,11 @@ def add_learned_scales(attachment: Attachment) -> None:
 def start_from_ranges(attachment: Attachment) -> None:
     """Give learned ranges of inputs the values that calibration found."""
     for module in attachment.modules.values():
-        found = module.quantizer.input_range
-        for name, value in ((INPUT_SCALE, found.scale), (INPUT_ZERO_POINT, found.zero_point)):
-            parameter = getattr(module, name, None)
-            if parameter is not None:
-                assert value is not None, "calibration gives a scale, and a zero point unless it is symmetric"
+        values = module.quantizer.input_range.initial_values()
+        for name, value in zip((INPUT_SCALE, INPUT_ZERO_POINT), values, strict=True):
+            if value is not None:
                 with torch.no_grad():
-                    parameter.copy_(value.to(parameter.dtype))
+                    getattr(module, name).copy_(value)
 
 
 def _first_scale(weight: Tensor, quantizer: LayerQuantizer) -> tuple[Tensor, Tensor | None]:

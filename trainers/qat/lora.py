@@ -95,7 +95,7 @@ def _fake_quantized_class() -> Any:
                 bias=base.bias,
                 adapter_a=self.lora_A[adapter].weight,
                 adapter_b=self.lora_B[adapter].weight,
-                **rounding_tensors(self, quantizer),
+                **rounding_tensors(self, quantizer, x.device),
             )
             return fake_quantized_linear(x, tensors, quantizer.rounding(adapter_scaling=self.scaling[adapter]))
 

@@ -16,7 +16,7 @@ batch is all that a step saw. Searching takes tens of milliseconds a layer, so h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -90,11 +90,16 @@ class BoundsObserver:
         return self._range if self._pending is None else self._moved(self._pending)
 
     def record(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the range."""
-        return {}
+        """Return what a resumed run needs."""
+        return {"seen": None if self._range is None else [float(end) for end in self._range]}
 
-    def take_up(self, record: dict[str, Any]) -> None:
+    def take_up(self, record: Mapping[str, Any]) -> None:
         """Go on from a record."""
+        import torch
+
+        if record.get("seen") is not None:
+            low, high = (torch.tensor([end], dtype=torch.float32) for end in record["seen"])
+            self.start_from(low, high)
 
     def _moved(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         import torch
@@ -153,9 +158,7 @@ class HistogramObserver:
     def absorb(self, seen: Tensor, counts: Tensor) -> None:
         """Close the step with what all ranks saw: [3] and [bins + 1]."""
         low, high = float(seen[0]), -float(seen[1])
-        self.histogram.add_counts(
-            counts[:-1], exponent=_exponent(seen), low=low, high=high, tokens=int(counts[-1])
-        )
+        self.histogram.add_counts(counts[:-1], exponent=_exponent(seen), low=low, high=high, tokens=int(counts[-1]))
         self.open = ActivationHistogram()
         self.steps += 1
         if self.histogram.tokens and self.steps & (self.steps - 1) == 0:
@@ -174,11 +177,13 @@ class HistogramObserver:
         return self._found(self.open) if self._range is None and self.open.tokens else self._range
 
     def record(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the range."""
+        """Return what a resumed run needs."""
         return {"steps": self.steps, "histogram": self.histogram.record()}
 
-    def take_up(self, record: dict[str, Any]) -> None:
+    def take_up(self, record: Mapping[str, Any]) -> None:
         """Go on from a record."""
+        if "histogram" not in record:
+            return
         self.steps = record["steps"]
         self.histogram = ActivationHistogram.from_record(record["histogram"])
 

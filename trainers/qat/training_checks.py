@@ -19,7 +19,7 @@ def training_faults(attachment: Attachment, arguments: Any, steps: int, optimize
         steps: Optimizer steps that training will have taken at its end.
         optimizer: The optimizer that training uses, wrapped or not.
     """
-    return [*_range_faults(attachment), *_step_faults(attachment, steps), *_optimizer_faults(attachment, optimizer)]
+    return [*_range_faults(attachment), *step_faults(attachment, steps), *_optimizer_faults(attachment, optimizer)]
 
 
 def foreign_optimizer_faults(attachment: Attachment) -> list[Fault]:
@@ -42,7 +42,8 @@ def _range_faults(attachment: Attachment) -> list[Fault]:
     return [Fault(where="ranges", value=attachment.config.ranges, rule=rule, fix=fix)]
 
 
-def _step_faults(attachment: Attachment, steps: int) -> list[Fault]:
+def step_faults(attachment: Attachment, steps: int) -> list[Fault]:
+    """Return why a training of so many optimizer steps would end before it has trained what is exported."""
     config = attachment.config
     faults = []
     if config.start_step >= steps:

@@ -1,0 +1,64 @@
+"""What a mixture of experts is stored as, so that Transformers and vLLM load it.
+
+Seen with transformers 5.17.0 (`quantizers/quantizer_compressed_tensors.py`, `integrations/compressed_tensors.py`): the
+experts of a compressed-tensors checkpoint are unpacked while it is loaded, and their inputs are never rounded.
+
+    pack-quantized    loads, to the bit
+    int-quantized     fails with a RuntimeError: only `weight_packed` is looked for
+    left dense        found by no key, so that the model runs with random experts after a warning
+    zero points       fails likewise, see `plugins/llm_compressor/experts.py`
+
+Schemes that round activations would be int-quantized. Their experts are therefore packed with the same weights and keep
+their inputs in 16 bit, in a config group of their own, which vLLM reads by the name of a layer (`get_scheme_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .config_json import config_group, quantization_config
+from .layers import LinearLayer
+from .scheme import QuantizationScheme
+
+EXPERTS_TARGET = r"re:.*\.experts\.\d+\."
+"""Every matrix of an expert, by the name that checkpoints have; the word is what Transformers looks for."""
+
+
+def expert_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
+    """Return how the matrices of experts are stored: as the scheme says, but with inputs in 16 bit.
+
+    >>> expert_scheme(scheme_named("W8A8")).format
+    'pack-quantized'
+    """
+    return scheme if scheme.activations is None else replace(scheme, activations=None)
+
+
+def layer_scheme(scheme: QuantizationScheme, layer: LinearLayer) -> QuantizationScheme:
+    """Return how one matrix is stored."""
+    return expert_scheme(scheme) if layer.is_expert else scheme
+
+
+def mixture_quantization_config(
+    scheme: QuantizationScheme, layers: Iterable[LinearLayer], *, ignore: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return what `config.json` states under `quantization_config` for a model with experts or without.
+
+    Args:
+        scheme: What is quantized, and how.
+        layers: Matrices that are quantized.
+        ignore: As for `quantization_config`.
+    """
+    found = quantization_config(scheme, ignore=ignore)
+    chosen = tuple(layers)
+    if scheme.activations is None or not any(layer.is_expert for layer in chosen):
+        return found
+    experts = replace(expert_scheme(scheme), targets=(EXPERTS_TARGET,))
+    groups = {"group_0": config_group(experts)}
+    endings = sorted({layer.name.rpartition(".")[2] for layer in chosen if not layer.is_expert})
+    if endings:
+        # By name, since releases of vLLM took a group for `Linear` for that of the experts too.
+        others = replace(scheme, targets=(rf"re:(?:.*\.)?(?:{'|'.join(endings)})$",))
+        groups["group_1"] = config_group(others)
+    return {**found, "format": "mixed-precision" if endings else experts.format, "config_groups": groups}

@@ -1,0 +1,139 @@
+"""Quantization-aware training under every layout: what it starts from, and the layouts that must agree.
+
+Layouts see the same micro-batches: what two ranks see at once, one process sees one after the other. Forward passes are
+then the same to the bit, so that no code falls on the other side of a half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cases import RANKS, deepspeed_configuration
+from distillation_cases import SAMPLES, VOCAB
+
+LEARNING_RATE = 1.0
+GROUP = 32
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "w4": ("W4A16", {}),
+    "w8a8": ("W8A8", {}),
+    "w2-learned": ("W2A16", {"weight_rule": "learned"}),
+    # The first step shows ranges alone, and its learning rate is 0.
+    "w8a8-static": ("W8A8_STATIC", {"ranges": "moving_average", "start_step": 1}),
+}
+"""Scheme and options of the callback by a short name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    engine: Literal["single", "ddp", "deepspeed", "fsdp2"] = "single"
+    zero_stage: int = 0
+    zero_init: bool = False
+    """Whether weights are divided while they are loaded."""
+    scheme: str = "w4"
+    checkpointing: bool = False
+    lora: bool = False
+    mixture: bool = False
+    verify: bool = False
+    """Whether the export is loaded again in a process of its own."""
+
+    @property
+    def name(self) -> str:
+        engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
+        extra = "-init" * self.zero_init + "-checkpointed" * self.checkpointing + "-lora" * self.lora
+        return f"{engine}-{self.scheme}{extra}{'-mixture' * self.mixture}{'-verified' * self.verify}"
+
+    @property
+    def reference(self) -> Case:
+        """The run of one process that this one must agree with."""
+        return Case(scheme=self.scheme, lora=self.lora, mixture=self.mixture)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; all but the last have a learning rate of 0."""
+        return 1 + SCHEMES[self.scheme][1].get("start_step", 0)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return keywords of TrainingArguments: plain SGD, so that a step tells the gradient."""
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": SAMPLES // RANKS,
+            "gradient_accumulation_steps": RANKS if self.engine == "single" else 1,
+            "gradient_checkpointing": self.checkpointing,
+            "optim": "sgd",
+            "learning_rate": LEARNING_RATE,
+            "lr_scheduler_type": "constant_with_warmup",
+            "warmup_steps": self.steps - 1,
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
+            "max_steps": self.steps,
+            "train_sampling_strategy": "sequential",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": 11,
+        }
+        if self.engine == "deepspeed":
+            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage)
+        if self.engine == "fsdp2":
+            layer = "MixtralDecoderLayer" if self.mixture else "LlamaDecoderLayer"
+            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
+        return arguments
+
+
+DDP: dict[str, Any] = {"engine": "ddp"}
+ZERO3: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
+FSDP2: dict[str, Any] = {"engine": "fsdp2"}
+ENGINES: list[dict[str, Any]] = [
+    DDP,
+    {"engine": "deepspeed", "zero_stage": 1},
+    {"engine": "deepspeed", "zero_stage": 2},
+    ZERO3,
+    ZERO3 | {"zero_init": True},
+    FSDP2,
+]
+CASES = [Case(**engine, scheme=scheme) for engine in ENGINES for scheme in SCHEMES]
+CASES += [Case(**engine, scheme="w8a8-static", checkpointing=True) for engine in (DDP, ZERO3, FSDP2)]
+CASES += [Case(**engine, lora=True) for engine in (ZERO3, FSDP2)]
+CASES += [Case(**engine, mixture=True) for engine in (DDP, ZERO3, FSDP2)]
+CASES += [Case(**ZERO3, scheme="w8a8", verify=True)]
+REFERENCES = list(dict.fromkeys(case.reference for case in CASES))
+
+
+def model_directory(directory: Path, case: Case) -> Path:
+    """Return where `save_models` put the model that a case starts from."""
+    return directory / ("mixture" if case.mixture else "llama")
+
+
+def save_models(directory: Path) -> None:
+    """Make a Llama and a mixture of experts."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+    }
+    set_seed(1)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory / "llama")
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(**sizes, **experts)).save_pretrained(directory / "mixture")
+
+
+def callback_settings(case: Case) -> tuple[Any, dict[str, Any]]:
+    """Return the scheme and the options of the callback; groups are small enough for the models."""
+    from shardwright.ds_configs.quantization.scheme import scheme_named
+
+    name, options = SCHEMES[case.scheme]
+    scheme = scheme_named(name)
+    if scheme.weights.strategy == "group":
+        scheme = replace(scheme, weights=replace(scheme.weights, group_size=GROUP))
+    return scheme, options

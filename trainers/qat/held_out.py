@@ -1,0 +1,87 @@
+"""Cross-entropy on held-out samples while a Trainer's model is wrapped: in full precision, rounded, and trained.
+
+Seen with transformers 5.17.0: `Trainer.evaluate` averages batches of different numbers of labels, and before training
+it starts another DeepSpeed engine; here every labelled token counts the same, and the engine that trains is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..datasets.chat import IGNORED_LABEL
+from .attach import Attachment, fake_quantization_disabled
+
+DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"
+"""Names in the Trainer's log, which checkpoints keep: a resumed run has them from its first part."""
+
+
+def held_out_cross_entropy(trainer: Any) -> float:
+    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it."""
+    import torch
+
+    model = trainer.model_wrapped
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        for batch in trainer.get_eval_dataloader():
+            inputs = trainer._prepare_inputs(batch)
+            labels = inputs.pop("labels")
+            logits = model(**inputs, use_cache=False).logits
+            for row, own in zip(logits[:, :-1], labels[:, 1:], strict=True):
+                sums[0] += torch.nn.functional.cross_entropy(
+                    row.float(), own, ignore_index=IGNORED_LABEL, reduction="sum"
+                )
+                sums[1] += (own != IGNORED_LABEL).sum()
+    model.train(was_training)
+    total, count = trainer.accelerator.reduce(sums, "sum").tolist()
+    return float(total / count)
+
+
+@contextmanager
+def rounded_as_it_is(attachment: Attachment) -> Iterator[None]:
+    """Let a model compute as its checkpoint would if it were quantized now, by rounding to the nearest."""
+    state, quantizers = attachment.state, list(attachment.quantizers())
+    before = state.enabled, state.bits, [quantizer.rule for quantizer in quantizers]
+    state.enabled, state.bits = True, None
+    for quantizer in quantizers:
+        quantizer.rule = "minmax" if quantizer.rule == "learned" else quantizer.rule
+    try:
+        yield
+    finally:
+        state.enabled, state.bits = before[:2]
+        for quantizer, rule in zip(quantizers, before[2], strict=True):
+            quantizer.rule = rule
+
+
+def starting_point_callback(trainer: Any, attached: Callable[[], Attachment]) -> Any:
+    """Return a callback that logs how good the model is before its first step, in full precision and rounded.
+
+    It must come after `QATCallback`. Ranges that are found while training runs are not there yet, and then the model
+    is not rounded either.
+    """
+    from transformers import TrainerCallback
+
+    class StartingPoint(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step:
+                return
+            attachment = attached()
+            with fake_quantization_disabled(trainer.model):
+                found = {DENSE: held_out_cross_entropy(trainer)}
+            if not attachment.config.observes:
+                with rounded_as_it_is(attachment):
+                    found[ROUNDED] = held_out_cross_entropy(trainer)
+            trainer.log(found)
+
+    return StartingPoint()
+
+
+def starting_point(state: Any) -> dict[str, float | None]:
+    """Return what was logged before the first step, also where a run was resumed since."""
+    found: dict[str, float | None] = {DENSE: None, ROUNDED: None}
+    for entry in state.log_history:
+        found |= {name: entry[name] for name in found if name in entry}
+    return found

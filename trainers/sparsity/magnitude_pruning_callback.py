@@ -1,0 +1,226 @@
+"""`MagnitudePruningCallback`: the smallest weights become zero while a model trains, and stay zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import TrainerCallback
+
+from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.quantization.layers import DEFAULT_IGNORE
+from ...plugins.parameter_edit import WeightEditor, edit_faults
+from .mask_file import FILE_NAME, load_masks, save_masks
+from .masks import Pattern, chosen, magnitudes, packed_mask, set_to_zero, smallest, unpacked_mask
+from .schedule import PruningSchedule
+from .targets import fused_experts_remark, target_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MagnitudePruningCallback(TrainerCallback):
+    """Sets the weights of least magnitude to zero by the schedule of Zhu & Gupta (arXiv 1710.01878), in any Trainer.
+
+    Works on one process, DDP, ZeRO-1, 2 and 3 and FSDP2, beside `QATCallback` too: zeros are codes of the grid. Zeros
+    are set again after every optimizer step, in the optimizer's own fp32 copies as well; those of `end_step` stay to
+    the end. Checkpoints hold the masks, one bit for each weight, and a resumed run goes on with them.
+
+    >>> callback = MagnitudePruningCallback(0.5, end_step=2000, pattern="2:4")  # doctest: +SKIP
+    >>> Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()  # doctest: +SKIP
+
+    Args:
+        final_sparsity: Share of zeros from `end_step` on.
+        end_step: Optimizer steps after which the last zeros are chosen.
+        start_step: Optimizer steps after which the first zeros are chosen; 0: before training.
+        every: Optimizer steps between two choices.
+        initial_sparsity: Share of zeros at `start_step`.
+        pattern: `unstructured`; or `2:4`, two zeros among each four neighbours in a row, for sparse tensor cores.
+        scope: Whether every matrix gets its share of zeros, or all together, the smallest of all matrices first.
+        targets: Names of linear layers, `re:` patterns of names, or `Linear` for all.
+        ignore: Likewise, what stays dense.
+        notify: Receives remarks.
+
+    Raises:
+        UsageError: the numbers contradict themselves; all faults at once.
+    """
+
+    resume_from: str | Path | None = None
+    """Checkpoint that a run is resumed from, if it lies outside of `output_dir`."""
+
+    def __init__(
+        self,
+        final_sparsity: float,
+        *,
+        end_step: int,
+        start_step: int = 0,
+        every: int = 100,
+        initial_sparsity: float = 0.0,
+        pattern: Pattern = "unstructured",
+        scope: Literal["matrix", "global"] = "matrix",
+        targets: Sequence[str] = ("Linear",),
+        ignore: Sequence[str] = DEFAULT_IGNORE,
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.schedule = PruningSchedule(
+            final_sparsity=final_sparsity,
+            end_step=end_step,
+            start_step=start_step,
+            every=every,
+            initial_sparsity=initial_sparsity,
+        )
+        self._pattern, self._scope = pattern, scope
+        self._targets, self._ignore = tuple(targets), tuple(ignore)
+        self._notify = notify
+        faults = [*self.schedule.faults(), *_pattern_faults(pattern, final_sparsity)]
+        if faults:
+            raise UsageError(faults)
+        self._editor: WeightEditor | None = None
+        self._masks: dict[tuple[str, int, int], Tensor] = {}
+        self._whole: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self.sparsity = 0.0
+        """Share of zeros in the targets that the masks hold now."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Find the layers, so that a wrong name costs no time."""
+        if model is not None:
+            self._layers(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Check that zeros will last, take up the masks of a resumed run, or choose the first zeros."""
+        layers = self._layers(model)
+        weights = {name: module.weight for name, module in layers.items()}
+        faults = [*edit_faults(weights, args, optimizer), *self._run_faults(args, state, model)]
+        if faults:
+            raise UsageError(faults)
+        remark = fused_experts_remark(model)
+        if remark:
+            self._notify(remark)
+        self._shapes = {name: (module.out_features, module.in_features) for name, module in layers.items()}
+        self._editor = WeightEditor(weights, optimizer)
+        self._masks, self._whole, self.sparsity = {}, {}, 0.0
+        if state.global_step and self._resume(args, state):
+            return
+        if state.global_step >= self.schedule.start_step:
+            self._choose(state.global_step, keep_whole=args.should_save)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set zeros again that the optimizer moved, then choose more if it is time."""
+        if self._masks:
+            self._apply()
+        if self.schedule.is_update(state.global_step):
+            self._choose(state.global_step, keep_whole=args.should_save)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the masks into the checkpoint."""
+        if args.should_save and self._whole:
+            path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE_NAME
+            save_masks(path, self._whole, self._settings(), self._shapes)
+
+    def _layers(self, model: Any) -> dict[str, Any]:
+        layers = target_layers(model, self._targets, self._ignore)
+        unfit = [name for name, module in layers.items() if self._pattern == "2:4" and module.in_features % 4]
+        if unfit:
+            rule = f"needs inputs that 4 divides, and {unfit[0]} has {layers[unfit[0]].in_features}"
+            fix = f"add to ignore: {', '.join(unfit[:8])}"
+            raise UsageError(Fault(where="pattern", value=self._pattern, rule=rule, fix=fix))
+        return layers
+
+    def _run_faults(self, args: Any, state: Any, model: Any) -> Iterator[Fault]:
+        from ..qat.attach import attachment_of
+
+        end = self.schedule.end_step
+        if end > state.max_steps:
+            rule = f"training ends at step {state.max_steps}, before the last zeros are chosen"
+            yield Fault(where="end_step", value=end, rule=rule, fix=f"end at {max(state.max_steps * 3 // 4, 1)}")
+        if args.load_best_model_at_end:
+            rule = f"may bring back a checkpoint from before step {end}, with fewer zeros"
+            yield Fault(where="load_best_model_at_end", value=True, rule=rule, fix="set it to False")
+        attachment = attachment_of(model)
+        if attachment is not None and attachment.config.weight_rule == "binary":
+            rule = "has the values -1 and 1 alone, and no zero"
+            yield Fault(where="weight_rule", value="binary", rule=rule, fix="use ternary")
+
+    def _choose(self, step: int, *, keep_whole: bool) -> None:
+        """Choose the zeros of a step on all ranks alike, and set them."""
+        assert self._editor is not None, "training has begun"
+        share = self.schedule.sparsity_at(step)
+        counts = {name: rows * columns for name, (rows, columns) in self._shapes.items()}
+        zeros = 0
+        if self._scope == "global":
+            last, equal = smallest(lambda: map(self._numbers, counts), round(share * sum(counts.values())))
+        for name, count in counts.items():
+            numbers = self._numbers(name)
+            if self._scope == "matrix":
+                last, equal = smallest(lambda only=numbers: [only], round(share * count))  # type: ignore[misc]
+            mask, equal = chosen(numbers, last, equal)
+            zeros += int(mask.sum())
+            self._keep(name, mask, keep_whole=keep_whole)
+        self.sparsity = zeros / sum(counts.values())
+        self._apply()
+
+    def _numbers(self, name: str) -> Tensor:
+        assert self._editor is not None, "training has begun"
+        return magnitudes(self._editor.whole(name), self._pattern)
+
+    def _keep(self, name: str, mask: Tensor, *, keep_whole: bool) -> None:
+        assert self._editor is not None, "training has begun"
+        for region in self._editor.regions(name):
+            piece = packed_mask(mask[region.start : region.start + region.length])
+            self._masks[name, region.start, region.length] = piece.to(region.device)
+        if keep_whole:
+            self._whole[name] = packed_mask(mask).cpu()
+
+    def _apply(self) -> None:
+        assert self._editor is not None, "training has begun"
+        for name in self._shapes:
+            self._editor.edit(name, self._set_to_zero, survives_rounding=True)
+        self._editor.finish()
+
+    def _set_to_zero(self, name: str, flat: Tensor, start: int) -> None:
+        set_to_zero(flat, self._masks[name, start, flat.numel()])
+
+    def _settings(self) -> dict[str, Any]:
+        schedule = self.schedule
+        return {
+            "final_sparsity": schedule.final_sparsity,
+            "initial_sparsity": schedule.initial_sparsity,
+            "start_step": schedule.start_step,
+            "end_step": schedule.end_step,
+            "every": schedule.every,
+            "pattern": self._pattern,
+            "scope": self._scope,
+        }
+
+    def _resume(self, args: Any, state: Any) -> bool:
+        """Take up the masks of a checkpoint; `False` if it has none."""
+        resumed = self.resume_from or args.resume_from_checkpoint
+        own = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        path = (Path(resumed) if isinstance(resumed, str | Path) else own) / FILE_NAME
+        if state.global_step < self.schedule.start_step:
+            return True
+        if not path.is_file():
+            self._notify(f"no masks in {path.parent}: the smallest weights become zero anew, zeros first")
+            return False
+        masks = load_masks(path, self._settings(), self._shapes)
+        zeros = 0
+        for name, (rows, columns) in self._shapes.items():
+            mask = unpacked_mask(masks[name], rows * columns)
+            zeros += int(mask.sum())
+            self._keep(name, mask, keep_whole=args.should_save)
+        self.sparsity = zeros / sum(rows * columns for rows, columns in self._shapes.values())
+        self._apply()
+        return True
+
+
+def _pattern_faults(pattern: str, final_sparsity: float) -> list[Fault]:
+    if pattern not in ("unstructured", "2:4"):
+        return [Fault(where="pattern", value=pattern, rule="is one of unstructured, 2:4")]
+    if pattern == "2:4" and final_sparsity != 0.5:
+        rule = "2:4 has two zeros among four"
+        return [Fault(where="final_sparsity", value=final_sparsity, rule=rule, fix="write 0.5")]
+    return []

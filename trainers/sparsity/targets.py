@@ -1,0 +1,78 @@
+"""Which weight matrices of a model become sparse."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.quantization.layers import DEFAULT_IGNORE, is_match
+
+_SHOWN = 3
+
+
+def target_layers(
+    model: Any, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
+) -> dict[str, Any]:
+    """Return linear layers by name, without adapters and without those whose weight is the token embedding.
+
+    Args:
+        model: Transformers model, or any module.
+        targets: Module names, `re:` patterns of names, or `Linear` for all, as in a quantization scheme.
+        ignore: Likewise, what stays dense.
+
+    Raises:
+        UsageError: a target or an entry of `ignore` fits no layer, or nothing is left; all faults at once.
+    """
+    import torch
+
+    layers = {
+        name.replace("_orig_mod.", ""): module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+    }
+    faults = [
+        Fault(where=where, value=pattern, rule="matches no linear layer of the model", fix=_near(pattern, layers))
+        for where, patterns in (("targets", targets), ("ignore", ignore))
+        for pattern in patterns
+        if pattern not in DEFAULT_IGNORE and not any(is_match(name, pattern) for name in layers)
+    ]
+    chosen = {
+        name: module
+        for name, module in layers.items()
+        if any(is_match(name, target) for target in targets) and not any(is_match(name, each) for each in ignore)
+    }
+    embedded = _embedding_weights(model)
+    kept = {name: module for name, module in chosen.items() if id(module.weight) not in embedded or name in targets}
+    faults += [
+        Fault(where="targets", value=name, rule="shares its weight with the token embedding", fix="leave it out")
+        for name, module in kept.items()
+        if id(module.weight) in embedded
+    ]
+    if not kept and not faults:
+        faults.append(Fault(where="targets", value=", ".join(targets), rule="leaves no linear layer of the model"))
+    if faults:
+        raise UsageError(faults)
+    return kept
+
+
+def fused_experts_remark(model: Any) -> str | None:
+    """Return a remark if a model has experts in one parameter of three dimensions, which stay dense."""
+    found = [name for name, value in model.named_parameters() if len(getattr(value, "ds_shape", value.shape)) == 3]
+    if not found:
+        return None
+    return f"{len(found)} fused weights of experts stay dense, such as {found[0]}: linear layers alone become sparse"
+
+
+def _embedding_weights(model: Any) -> set[int]:
+    import torch
+
+    return {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+
+
+def _near(pattern: str, layers: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(pattern, [*layers, "Linear"], n=_SHOWN, cutoff=0.5)
+    if not layers:
+        return "it has none (GPT-2's Conv1D and quantized layers are no linear layers)"
+    return f"did you mean {', '.join(near)}?" if near else f"layers have names such as {next(iter(layers))}"
