@@ -25,6 +25,7 @@ _COMMANDS = {
     "distill": ("distill:distill_command", "Teach a student what a teacher knows: plan, train, evaluate, report."),
     "cache-teacher": ("cache_teacher:cache_teacher_command", "Store a teacher's answers, to distil without it."),
     "student": ("student:student_command", "Cut a smaller student out of a teacher, to be distilled into."),
+    "qat": ("qat:qat_command", "Train with the numbers of the quantized checkpoint, and write exactly these."),
     "quantize": ("quantize:quantize_command", "Quantize a model, prove that it loads, and measure what it cost."),
     "evaluate": ("evaluate:evaluate_command", "Measure a model: perplexity, distance to a baseline, size, speed."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),

@@ -47,6 +47,22 @@ def expert_faults(scheme: QuantizationScheme, method: str, layers: Sequence[Line
     return [Fault(where="scheme", value=scheme.name, rule=rule, fix="use a symmetric scheme such as W4A16")]
 
 
+def router_modules(model: Any) -> tuple[str, ...]:
+    """Return the modules that choose experts and are no linear layers, as in Transformers 5; vLLM builds them as such.
+
+    Loaders that make linear layers of them must find their names in `ignore`.
+    """
+    import torch
+
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in _ROUTER_NAMES
+        and not isinstance(module, torch.nn.Linear)
+        and isinstance(getattr(module, "weight", None), torch.nn.Parameter)
+    )
+
+
 def router_patterns(meta: Any) -> tuple[str, ...]:
     """Return the linear layers that choose experts: a rounded router sends tokens elsewhere."""
     import torch

@@ -13,9 +13,9 @@ import torch
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
 from ...ds_configs.quantization.scheme import QuantizationScheme
-from ...plugins.llm_compressor.experts import expert_faults, router_patterns
+from ...plugins.llm_compressor.experts import expert_faults, router_modules, router_patterns
 from .config import QATConfig
-from .experts import expert_linear_layers, experts_fault, fake_quantize_experts, is_fused_experts
+from .experts import expert_linear_layers, experts_faults, fake_quantize_experts, is_fused_experts
 from .input_ranges import InputRange
 from .kv_cache import attach_kv_cache, kv_cache_faults
 from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
@@ -82,9 +82,10 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if faults:
         raise UsageError(faults)
     kept = _dtype(config.stored_dtype) or stored_dtype or model.dtype
+    routers = tuple(map(checkpoint_name, router_modules(model)))
     attachment = Attachment(
         config=config,
-        scheme=scheme,
+        scheme=replace(scheme, ignore=(*scheme.ignore, *(name for name in routers if name not in scheme.ignore))),
         stored_dtype=kept,
         state=QuantizationState(),
         modules={},
@@ -187,13 +188,7 @@ def _model_faults(
     # What is said of one layer of a kind holds for all.
     adapters = (name for name in found if is_lora_linear(modules[name]) and checkpoint_name(name) in picked)
     faults += next(filter(None, (lora_faults(checkpoint_name(name), modules[name]) for name in adapters)), [])
-    experts = (name for name, own in found.items() if is_fused_experts(modules[name]) and _any_in(own, picked))
-    fault = next(filter(None, (experts_fault(model, name) for name in experts)), None)
-    return faults if fault is None else [*faults, fault]
-
-
-def _any_in(layers: tuple[LinearLayer, ...], picked: set[str]) -> bool:
-    return any(layer.name in picked for layer in layers)
+    return faults + experts_faults(model, scheme)
 
 
 def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tuple[LinearLayer, ...]]) -> None:

@@ -9,7 +9,7 @@ Shapes: E experts, N tokens, K experts a token, S = N · K rows, H hidden channe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +84,21 @@ def experts_faults(model: Any, scheme: QuantizationScheme) -> list[Fault]:
     ]
     if partial:
         rule = (
-            "are left out, wholly or in part: Transformers 5.17 finds no dense experts in a packed checkpoint, and runs "
-            "with random ones"
+            "are left out, wholly or in part: Transformers 5.17 finds no dense experts in a packed checkpoint, and "
+            "runs with random ones"
         )
         fix = "leave no matrix of an expert out"
         faults.append(Fault(where="ignore", value=_shown(partial), rule=rule, fix=fix))
     return faults
+
+
+def experts_fault(model: Any, name: str) -> Fault | None:
+    """Return why the experts of one layer, which a scheme targets, cannot be rounded; `None` if they can."""
+    reason = _unfit(model, name)
+    if not reason:
+        return None
+    rule = f"{type(model.get_submodule(name)).__name__} {reason}"
+    return Fault(where="experts", value=name, rule=rule, fix="add re:.*experts to ignore: they stay dense")
 
 
 def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, LayerQuantizer]) -> None:
@@ -223,15 +232,16 @@ def _unfit(model: Any, name: str) -> str:
 
 
 @cache
-def _fake_quantized_class(experts: type) -> type:
+def _fake_quantized_class(experts: Hashable) -> type:
+    assert isinstance(experts, type), "experts have a class"
     return type(f"FakeQuantized{experts.__name__}", (FakeQuantizedExperts, experts), {})
 
 
 def _checkpoint_names(model: Any, name: str) -> dict[str, str]:
     """Return the names of single matrices in a checkpoint by their relative names; empty if it has none.
 
-    Numbers are sent through the conversion that saving does in place of weights; where they come out says which matrix a
-    name means.
+    Numbers are sent through the conversion that saving does in place of weights; where they come out says which matrix
+    a name means.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,7 +1,7 @@
 """Linear layers of all experts of a mixture in one function that keeps no rounded copy of any of them.
 
-Rows of tokens lie sorted by expert, and each expert multiplies its own. Only what exists anyway is saved, the parameter of
-all experts and the rows; each matrix is rounded once more when gradients are due, one expert at a time.
+Rows of tokens lie sorted by expert, and each expert multiplies its own. Only what exists anyway is saved, the parameter
+of all experts and the rows; each matrix is rounded once more when gradients are due, one expert at a time.
 
 Shapes: E experts, T rows of tokens, O output channels, I input channels.
 """
@@ -48,21 +48,19 @@ def grouped_fake_quantized_linear(
     if torch.is_autocast_enabled(device):
         rows = rows.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        found: Tensor = _GroupedLinear.apply(rows, weight, tuple(ends), rounding)  # type: ignore[no-untyped-call]
+        found: Tensor = _GroupedLinear.apply(rows, weight, tuple(ends), rounding)
     return found
 
 
 def rounded_matrices(expert: Tensor, rounding: GroupedRounding) -> Tensor:
-    """Return one expert's part [O, I] of a parameter in the numbers of the checkpoint, each of its matrices for itself."""
+    """Return one expert's part [O, I] of a parameter in the numbers of the checkpoint, each matrix for itself."""
     parts = [round_weight(part, rounding.weight).value(rounding.weight) for part in expert.chunk(rounding.matrices)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: GroupedRounding
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: GroupedRounding) -> Tensor:
         ctx.ends, ctx.rounding = ends, rounding
         # Frozen experts pass their gradient on without having seen what came in, as plain layers do.
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)

@@ -6,12 +6,12 @@ it starts another DeepSpeed engine; here every labelled token counts the same, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..datasets.chat import IGNORED_LABEL
-from .attach import Attachment, fake_quantization_disabled
+from .attach import Attachment, attachment_of, fake_quantization_disabled
 
 DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"
 """Names in the Trainer's log, which checkpoints keep: a resumed run has them from its first part."""
@@ -56,7 +56,7 @@ def rounded_as_it_is(attachment: Attachment) -> Iterator[None]:
             quantizer.rule = rule
 
 
-def starting_point_callback(trainer: Any, attached: Callable[[], Attachment]) -> Any:
+def starting_point_callback(trainer: Any) -> Any:
     """Return a callback that logs how good the model is before its first step, in full precision and rounded.
 
     It must come after `QATCallback`. Ranges that are found while training runs are not there yet, and then the model
@@ -68,7 +68,8 @@ def starting_point_callback(trainer: Any, attached: Callable[[], Attachment]) ->
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step:
                 return
-            attachment = attached()
+            attachment = attachment_of(trainer.model)
+            assert attachment is not None, "QATCallback came first"
             with fake_quantization_disabled(trainer.model):
                 found = {DENSE: held_out_cross_entropy(trainer)}
             if not attachment.config.observes:

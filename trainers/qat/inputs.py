@@ -195,14 +195,7 @@ def _check_plan(plan: Plan, settings: QATSettings, attachment: Attachment, sampl
     """
     from .training_checks import step_faults
 
-    strategy = plan.chosen.strategy
-    steps = optimizer_steps(
-        settings,
-        samples=len(samples.train),
-        micro_batch_size=strategy.micro_batch_size,
-        accumulation=strategy.gradient_accumulation_steps,
-        ranks=plan.hardware.world_size,
-    )
-    faults = list(step_faults(attachment, steps))
+    steps = optimizer_steps(settings, plan.chosen.strategy, len(samples.train))
+    faults = step_faults(attachment, steps)
     if faults:
         raise UsageError(faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from .config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfi
 from .rounding import WeightRule
 
 if TYPE_CHECKING:
+    from ...ds_configs.strategy import Strategy
     from ..distillation.config import DistillationConfig
 
 SELF = "self"
@@ -75,7 +77,7 @@ def qat_config(settings: QATSettings, *, stored_dtype: str | None = None) -> QAT
             targets=_names(settings.targets),
         )
     except UsageError as error:
-        raise UsageError(faults + error.faults) from None
+        raise UsageError([*faults, *error.faults]) from None
     found = QATConfig(
         scheme=scheme,
         weight_rule=settings.weight_rule,
@@ -147,7 +149,9 @@ def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | No
     return settings.teacher, settings.teacher_revision
 
 
-def optimizer_steps(settings: QATSettings, *, samples: int, micro_batch_size: int, accumulation: int, ranks: int) -> int:
+def optimizer_steps(
+    settings: QATSettings, *, samples: int, micro_batch_size: int, accumulation: int, ranks: int
+) -> int:
     """Return the optimizer steps of a run, as the Trainer of Transformers 5.17 counts them."""
     if settings.max_steps is not None:
         return settings.max_steps

@@ -1,6 +1,6 @@
 """Runs on every rank of `shardwright qat`: trains with the numbers of the checkpoint, and exports it.
 
-    accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.qat.worker --settings job.json
+accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.qat.worker --settings job.json
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train_quantized(job: QATJob, work: Path) -> None:
     samples = read_samples(work)
     trainer = _trainer(job, arguments, engine, tokenizer, model=model, callback=callback, samples=samples)
     recorder = step_recorder(Path(job.output_dir), evaluates_last=False)
-    trainer.add_callback(starting_point_callback(trainer, lambda: callback.attachment))
+    trainer.add_callback(starting_point_callback(trainer))
     trainer.add_callback(recorder)
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trained = held_out_cross_entropy(trainer)

@@ -1,0 +1,133 @@
+"""Trainings with zeros in their weights, under every engine, that must agree with a single process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cases import deepspeed_configuration
+
+STEPS = 6
+SAVED_AT = 3
+ROWS = 8
+"""Samples of a step, on all ranks together."""
+SHRINK = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run."""
+
+    method: str
+    """`matrix`: 2:4 with AdamW, whose momentum moves zeros; `global`: one threshold for all; `l1`."""
+    engine: str = "ddp"
+    zero_stage: int = 0
+    bf16: bool = False
+    offload: bool = False
+    resumed: bool = False
+    """Whether a second training goes on from the checkpoint of the first."""
+
+    @property
+    def name(self) -> str:
+        engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
+        extra = "-bf16" * self.bf16 + "-offload" * self.offload + "-resumed" * self.resumed
+        return f"{self.method}-{engine}{extra}"
+
+    def arguments(self, world_size: int) -> dict[str, Any]:
+        """Return keywords of TrainingArguments."""
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": ROWS // world_size,
+            "optim": "adamw_torch" if self.method == "matrix" else "sgd",
+            "learning_rate": 1e-2 if self.method == "matrix" else 0.5,
+            "lr_scheduler_type": "linear",
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
+            "max_steps": STEPS,
+            "bf16": self.bf16,
+            "save_strategy": "steps" if self.resumed else "no",
+            "save_steps": SAVED_AT,
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": 11,
+        }
+        if self.engine == "deepspeed":
+            configuration = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
+            if self.zero_stage == 3:
+                # Between the sizes of the matrices: some stay gathered, some do not.
+                configuration["zero_optimization"]["stage3_param_persistence_threshold"] = 4200
+            arguments["deepspeed"] = configuration
+        if self.engine == "fsdp2":
+            layers = ["LlamaDecoderLayer"]
+            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
+        return arguments
+
+    def callback(self) -> Any:
+        """Return what makes the zeros."""
+        from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
+        from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
+
+        if self.method == "l1":
+            return L1SparsityCallback(SHRINK)
+        if self.method == "global":
+            return MagnitudePruningCallback(0.6, start_step=1, end_step=5, every=2, scope="global")
+        ignore = ["lm_head", "re:.*down_proj"]
+        return MagnitudePruningCallback(0.5, end_step=4, every=2, pattern="2:4", ignore=ignore)
+
+
+ENGINES: list[dict[str, Any]] = [
+    {"engine": "ddp"},
+    {"engine": "deepspeed", "zero_stage": 1},
+    {"engine": "deepspeed", "zero_stage": 2},
+    {"engine": "deepspeed", "zero_stage": 3},
+    {"engine": "fsdp2"},
+]
+METHODS = ("matrix", "global", "l1")
+EXACT = [Case(method=method, **engine) for engine in ENGINES for method in METHODS if method != "matrix"]
+EXACT += [
+    Case(method="global", engine="deepspeed", zero_stage=2, resumed=True),
+    Case(method="global", engine="deepspeed", zero_stage=3, resumed=True),
+]
+MOMENTUM = [Case(method="matrix", **engine) for engine in ENGINES]
+MOMENTUM += [Case(method="matrix", engine="deepspeed", zero_stage=stage, bf16=True) for stage in (1, 2, 3)]
+MOMENTUM += [Case(method="matrix", engine="deepspeed", zero_stage=stage, offload=True) for stage in (2, 3)]
+HALF = [Case(method="l1", bf16=True, **engine) for engine in ENGINES[1:4]]
+EVERY = (*EXACT, *MOMENTUM, *HALF)
+
+
+def model() -> Any:
+    """Return a small Llama whose MLP has an odd width, so that ranks hold different numbers of rows."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(1)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=67,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def samples() -> list[dict[str, Any]]:
+    """Return the samples of all steps."""
+    import random
+
+    draw = random.Random(5)
+    rows = [[draw.randrange(1, 128) for _ in range(16)] for _ in range(ROWS * STEPS)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train(case: Case, directory: Path, world_size: int, overrides: dict[str, Any]) -> Any:
+    """Train a case to its end and return the trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(str(directory / case.name), **case.arguments(world_size), **overrides)
+    trainer = Trainer(model=model(), args=arguments, train_dataset=samples(), callbacks=[case.callback()])
+    trainer.train()
+    return trainer

@@ -1,0 +1,57 @@
+"""Runs on every rank: trains each case and writes the weights that came out, and DeepSpeed's fp32 copies of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from sparsity_cases import EVERY, SAVED_AT, Case, model, samples, train
+
+
+def run(case: Case, output: Path, world_size: int) -> None:
+    from safetensors.torch import save_file
+
+    overrides: dict[str, Any] = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]
+    trainer = train(case, output, world_size, overrides)
+    if case.resumed:
+        trainer = resume(case, trainer.args)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    found = {name: value.float().contiguous() for name, value in state.items()}
+    if case.engine == "deepspeed":
+        found |= {f"master.{name}": value for name, value in masters(trainer).items()}
+    if trainer.args.process_index == 0:
+        save_file(found, output / f"{case.name}.safetensors")
+        sparsity = getattr(trainer.callback_handler.callbacks[-1], "sparsity", None)
+        (output / f"{case.name}.json").write_text(json.dumps(sparsity))
+
+
+def resume(case: Case, arguments: Any) -> Any:
+    from transformers import Trainer
+
+    checkpoint = str(Path(arguments.output_dir) / f"checkpoint-{SAVED_AT}")
+    trainer = Trainer(model=model(), args=arguments, train_dataset=samples(), callbacks=[case.callback()])
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+def masters(trainer: Any) -> dict[str, Any]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    names = {name: value for name, value in trainer.model.named_parameters()}
+    return {name: safe_get_full_fp32_param(value).float().clone() for name, value in names.items()}
+
+
+def main(output: Path, names: list[str]) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    for case in EVERY:
+        if not names or case.name in names:
+            run(case, output, world_size)
+            forget_last_run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

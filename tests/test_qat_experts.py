@@ -1,0 +1,353 @@
+"""Mixtures of experts under quantization-aware training: gradients, memory, names, and the checkpoint that comes out."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from saved_tensors import saved_storages
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.quantization.layers import LinearLayer, selected_layers
+from shardwright.ds_configs.quantization.mixtures import expert_scheme, mixture_quantization_config
+from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
+from shardwright.plugins.compressed_tensors import dequantize, pack_tensors
+from shardwright.trainers.qat.attach import attach
+from shardwright.trainers.qat.callback import QATCallback
+from shardwright.trainers.qat.config import QATConfig
+from shardwright.trainers.qat.experts import (
+    expert_linear_layers,
+    experts_faults,
+    fake_quantize_experts,
+    is_fused_experts,
+)
+from shardwright.trainers.qat.layers import LayerQuantizer, QuantizationState
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+HIDDEN, INNER, EXPERTS, TOKENS, CHOICES = 32, 48, 5, 23, 2
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 384,
+    "max_position_embeddings": 64,
+}
+MIXTURE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+SMALL = {**SIZES, "hidden_size": 32, "intermediate_size": 16, "head_dim": 8, "moe_intermediate_size": 16}
+
+
+def weights(bits, strategy="group", group_size=16, **changes):
+    return WeightQuantization(
+        bits=bits, strategy=strategy, group_size=group_size if strategy == "group" else None, **changes
+    )
+
+
+def experts_module(dtype=torch.float64):
+    config = transformers.MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, experts_implementation="eager"
+    )
+    torch.manual_seed(0)
+    module = MixtralExperts(config)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module.to(dtype)
+
+
+def rounded(module, quantization, *, rule="minmax", stored_dtype=torch.float32, enabled=True):
+    """Return the state after changing the class of a module."""
+    state = QuantizationState(enabled=enabled)
+    scheme = QuantizationScheme(name="x", weights=quantization)
+    names = [f"{e}.{m}" for m in ("gate", "up") for e in range(EXPERTS)] + [f"{e}.down" for e in range(EXPERTS)]
+    quantizers = {
+        name: LayerQuantizer(name=name, scheme=scheme, rule=rule, stored_dtype=stored_dtype, state=state)
+        for name in names
+    }
+    fake_quantize_experts(module, "experts", quantizers)
+    return state
+
+
+def routing(dtype=torch.float64):
+    """Return hidden states, chosen experts and their weights; nobody chooses the third expert."""
+    torch.manual_seed(1)
+    choices = torch.tensor([0, 1, 3, 4])
+    index = torch.stack([choices[torch.randperm(4)[:CHOICES]] for _ in range(TOKENS)])
+    return torch.randn(TOKENS, HIDDEN, dtype=dtype), index, torch.rand(TOKENS, CHOICES, dtype=dtype)
+
+
+def reference_matrix(weight, quantization, rule):
+    """Return w' of one matrix in float64 by the papers' formulas, with scales in float32."""
+    size = {"tensor": weight.numel(), "channel": weight.shape[1], "group": quantization.group_size}
+    shared = weight.reshape(-1, size[quantization.strategy])
+    low, high = shared.amin(1, keepdim=True).clamp(max=0), shared.amax(1, keepdim=True).clamp(min=0)
+    half = 2 ** (quantization.bits - 1)
+    if rule == "ternary":
+        scale = shared.abs().mean(1, keepdim=True).float().double()
+        return ((shared / scale).clamp(-1, 1).round() * scale).reshape(weight.shape)
+    if rule == "binary":
+        scale = shared.abs().mean(1, keepdim=True).float().double()
+        return (torch.where(shared >= 0, 1.0, -1.0) * scale).reshape(weight.shape)
+    if quantization.symmetric:
+        scale = (torch.maximum(-low, high) / (half - 0.5)).float().double()
+        return ((shared / scale).clamp(-half, half - 1).round() * scale).reshape(weight.shape)
+    scale = ((high - low) / (2 * half - 1)).float().double()
+    zero = (-half - low / scale).clamp(-half, half - 1).round()
+    return (((shared / scale + zero).clamp(-half, half - 1).round() - zero) * scale).reshape(weight.shape)
+
+
+def reference(module, quantization, rule, hidden, index, chosen_weights):
+    """Return answers by plain autograd, token by token, with w' = w + (w' - w) as a constant."""
+    through = []
+    for parameter, matrices in ((module.gate_up_proj, 2), (module.down_proj, 1)):
+        value = torch.stack(
+            [
+                torch.cat([reference_matrix(part, quantization, rule) for part in expert.chunk(matrices)])
+                for expert in parameter.detach()
+            ]
+        )
+        through.append(parameter + (value - parameter).detach())
+    rows = []
+    for token in range(len(hidden)):
+        row = torch.zeros(HIDDEN, dtype=hidden.dtype)
+        for expert, share in zip(index[token].tolist(), chosen_weights[token], strict=True):
+            gate, up = (through[0][expert] @ hidden[token]).chunk(2)
+            row = row + share * (through[1][expert] @ (gate * torch.sigmoid(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "rule"),
+    [
+        (weights(4), "minmax"),
+        (weights(4, symmetric=False), "minmax"),
+        (weights(2), "minmax"),
+        (weights(8, "channel"), "minmax"),
+        (weights(3, "tensor"), "minmax"),
+        (weights(2), "ternary"),
+        (weights(2, "tensor"), "binary"),
+    ],
+)
+def test_gradients_are_straight_through(quantization, rule):
+    module, (hidden, index, shares) = experts_module(), routing()
+    hidden.requires_grad_(), shares.requires_grad_()
+    inputs = (hidden, shares, module.gate_up_proj, module.down_proj)
+    wanted = reference(module, quantization, rule, hidden, index, shares)
+    gradient = torch.randn_like(wanted)
+    wanted_gradients = torch.autograd.grad(wanted, inputs, gradient)
+    rounded(module, quantization, rule=rule)
+    found = module(hidden, index, shares)
+    # The loader's weight is in the type of the scale, so that float64 is kept to float32's precision.
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    found_gradients = torch.autograd.grad(found, inputs, gradient)
+    for one, other in zip(found_gradients, wanted_gradients, strict=True):
+        assert (one - other).abs().max() <= 1e-6 * other.abs().max()
+    assert found_gradients[2][2].abs().max() == 0, "nobody chose the third expert"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_forward_is_eager_with_the_rounded_weights_to_the_bit(dtype, autocast):
+    module, (hidden, index, shares) = experts_module(dtype), routing(dtype)
+    plain = copy.deepcopy(module)
+    state = rounded(module, weights(4), stored_dtype=torch.bfloat16)
+    stored = module.stored_layers(dict(module.named_parameters()))
+    with torch.no_grad():
+        for expert in range(EXPERTS):
+            values = {
+                name: dequantize(stored[name].codes, stored[name].scale, None, weights(4))
+                for name in (f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
+            }
+            plain.gate_up_proj[expert] = torch.cat([values[f"{expert}.gate_proj"], values[f"{expert}.up_proj"]])
+            plain.down_proj[expert] = values[f"{expert}.down_proj"]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, wanted = module(hidden, index, shares), plain(hidden, index, shares)
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+        state.enabled = False
+        assert not torch.equal(module(hidden, index, shares), wanted)
+    assert state.trained_steps == 0 and {q.forward_dtype for q in module.quantizers.values()} == {dtype}
+
+
+def test_halves_of_a_fused_matrix_have_scales_of_their_own():
+    module = experts_module(torch.float32)
+    with torch.no_grad():
+        module.gate_up_proj[:, INNER:] *= 10
+    rounded(module, weights(8, "tensor"))
+    stored = module.stored_layers(dict(module.named_parameters()))
+    scales = stored["1.gate_proj"].scale, stored["1.up_proj"].scale
+    halves = module.gate_up_proj[1].chunk(2)
+    assert [len(scale) for scale in scales] == [1, 1]
+    for scale, half in zip(scales, halves, strict=True):
+        assert scale.item() == pytest.approx(half.abs().max().item() / 127.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_rounded_copy_is_saved(frozen):
+    module, (hidden, index, shares) = experts_module(torch.float32), routing(torch.float32)
+    hidden.requires_grad_()
+    module.requires_grad_(not frozen)
+    known = [*module.parameters(), hidden, index, shares]
+    with saved_storages(known) as plain:
+        module(hidden, index, shares)
+    state = rounded(module, weights(4))
+    with saved_storages(known) as found:
+        answer = module(hidden, index, shares)
+    matrices = {(2 * INNER, HIDDEN), (HIDDEN, INNER)}
+    assert not [shape for shape, _ in found if len(shape) == 3 or shape in matrices]
+    rows = TOKENS * CHOICES
+    inputs = {((rows, HIDDEN), torch.float32): 4 * rows * HIDDEN, ((rows, INNER), torch.float32): 4 * rows * INNER}
+    floats = {key: count for key, count in found.items() if key[1].is_floating_point}
+    for key, count in inputs.items():
+        assert frozen or found[key] >= count
+    assert sum(floats.values()) <= sum(count for (_, dtype), count in plain.items() if dtype.is_floating_point)
+    answer.sum().backward()
+    assert all((parameter.grad is None) == frozen for parameter in module.parameters())
+    assert state.enabled and hidden.grad is not None
+
+
+def test_recomputed_forward_gives_the_same_gradients():
+    module, (hidden, index, shares) = experts_module(torch.float32), routing(torch.float32)
+    rounded(module, weights(4))
+    gradients = []
+    for again in (False, True):
+        inputs = hidden.clone().requires_grad_()
+        if again:
+            answer = torch.utils.checkpoint.checkpoint(module, inputs, index, shares, use_reentrant=False)
+        else:
+            answer = module(inputs, index, shares)
+        gradients.append(torch.autograd.grad(answer.square().sum(), (inputs, *module.parameters())))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_copy_rounds_for_itself():
+    module, (hidden, index, shares) = experts_module(torch.float32), routing(torch.float32)
+    rounded(module, weights(4))
+    other = copy.deepcopy(module)
+    assert type(other) is type(module) and isinstance(other, MixtralExperts)
+    assert set(other.state_dict()) == {"gate_up_proj", "down_proj"}
+    assert torch.equal(other(hidden, index, shares), module(hidden, index, shares))
+    assert torch.equal(module.half()(hidden.half(), index, shares.half()).isfinite().all(), torch.tensor(True))
+
+
+def family(name, **changes):
+    """Return a small model of a family with random weights; on no device if `meta`."""
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    set_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+FAMILIES = {
+    "Mixtral": ({**SMALL, "num_local_experts": 4}, "model.layers.1.block_sparse_moe.experts.3.w2"),
+    "Qwen2Moe": ({**SMALL, **MIXTURE, "moe_intermediate_size": 16}, "model.layers.1.mlp.experts.3.down_proj"),
+    "Qwen3Moe": ({**SMALL, **MIXTURE, "moe_intermediate_size": 16}, "model.layers.1.mlp.experts.3.down_proj"),
+    "Olmoe": ({**SMALL, **MIXTURE}, "model.layers.1.mlp.experts.3.down_proj"),
+    "DeepseekV3": (
+        {
+            **SMALL,
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 8},
+            **{"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+            "first_k_dense_replace": 0,
+        },
+        "model.layers.1.mlp.experts.3.down_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_are_those_that_saving_writes(name, tmp_path):
+    changes, last = FAMILIES[name]
+    model = family(name, **changes)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    places = [place for place, module in model.named_modules() if is_fused_experts(module)]
+    layers = [layer for place in places for layer in expert_linear_layers(model, place)]
+    assert len(layers) == 2 * 4 * 3 and layers[-1].name == last and all(layer.is_expert for layer in layers)
+    for layer in layers:
+        assert tuple(written[f"{layer.name}.weight"].shape) == (layer.out_features, layer.in_features)
+    scheme = changed(scheme_named("W4A16"), group_size=16)
+    attachment = attach(model, QATConfig(scheme=scheme), stored_dtype=torch.float32)
+    for place in places:
+        module = model.get_submodule(place)
+        for key, stored in module.stored_layers(dict(module.named_parameters())).items():
+            weight = written[f"{module.quantizers[key].name}.weight"]
+            value = dequantize(stored.codes, stored.scale, None, scheme.weights)
+            assert (value - weight).abs().max() <= stored.scale.max() / 2 * 1.01, f"{key} is another matrix"
+    assert {layer.name for layer in attachment.layers if layer.is_expert} == {layer.name for layer in layers}
+    assert not [layer for layer in attachment.layers if layer.name.endswith(".gate")], "a router is rounded"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("GptOss", {"num_local_experts": 4}, "has biases, stores its matrices transposed, interleaves gate and up"),
+        ("GraniteMoe", {"num_local_experts": 4}, "has no single matrices in the checkpoints of its family"),
+    ],
+)
+def test_other_layouts_are_refused_and_can_be_left_out(name, changes, reason):
+    model = family(name, **changes)
+    scheme = changed(scheme_named("W4A16"), group_size=32)
+    (fault,) = experts_faults(model, scheme)
+    assert reason in fault.rule and "1 more" in str(fault.value) and "re:.*experts" in fault.fix
+    kept = replace(scheme, ignore=("lm_head", "re:.*experts"))
+    assert experts_faults(model, kept) == []
+    with pytest.raises(UsageError, match="transposed|no single matrices"):
+        attach(model, QATConfig(scheme=scheme))
+
+
+@pytest.mark.parametrize("ignore", ["re:.*experts", r"re:.*experts\.0\.w1"])
+def test_experts_cannot_be_left_dense_beside_packed_layers(ignore):
+    model = family("Mixtral", **FAMILIES["Mixtral"][0])
+    scheme = replace(changed(scheme_named("W4A16"), group_size=16), ignore=("lm_head", ignore))
+    (fault,) = experts_faults(model, scheme)
+    assert "random" in fault.rule and fault.where == "ignore"
+
+
+def test_zero_points_and_adapters_of_experts_are_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model = family("Mixtral", **FAMILIES["Mixtral"][0])
+    scheme = changed(scheme_named("W4A16_ASYM"), group_size=16)
+    with pytest.raises(UsageError, match="24 matrices of experts would have zero points"):
+        attach(model, QATConfig(scheme=scheme))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
+    (fault,) = experts_faults(adapted, changed(scheme_named("W4A16"), group_size=16))
+    assert "adapters" in fault.rule
+
+
+def test_names_through_peft():
+    from peft import LoraConfig, get_peft_model
+
+    model = family("Mixtral", **FAMILIES["Mixtral"][0])
+    plain = expert_linear_layers(model, "model.layers.1.mlp.experts")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert expert_linear_layers(adapted, "base_model.model.model.layers.1.mlp.experts") == plain
+
+
+def test_schemes_that_round_inputs_pack_experts_in_a_group_of_their_own():
+    layers = [
+        LinearLayer(name="model.layers.0.self_attn.q_proj", out_features=8, in_features=8),
+        LinearLayer(name="model.layers.0.mlp.experts.0.up_proj", out_features=8, in_features=8, is_expert=True),
+    ]
+    scheme = scheme_named("W8A8_STATIC")
+    found = mixture_quantization_config(scheme, layers, ignore=["lm_head"])
+    experts, others = found["config_groups"].values()
+    assert found["format"] == "mixed-precision" and found["ignore"] == ["lm_head"]
+    assert experts["format"] == "pack-quantized" and experts["input_activations"] is None
+    assert experts["weights"] == others["weights"] and others["format"] == "int-quantized"
+    for layer in layers:
+        first = next(
+            group for group in (experts, others) if selected_layers(replace(scheme, targets=group["targets"]), [layer])
+        )
+        assert first is (experts if layer.is_expert else others)
+    assert mixture_quantization_config(scheme, layers[:1])["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert mixture_quantization_config(scheme, layers[1:])["format"] == "pack-quantized"
+    assert mixture_quantization_config(scheme_named("W4A16"), layers)["format"] == "pack-quantized"
+    assert expert_scheme(scheme_named("W4A16")) is scheme_named("W4A16")

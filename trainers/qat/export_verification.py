@@ -1,0 +1,195 @@
+"""Whether an exported checkpoint is the trained model: matrix by matrix, and by what a fresh process answers with it.
+
+The reference is built from scratch in the checkpoint's type, as loaders build theirs, with the trained weights in the
+training's own type and the very layers that rounded them while training. It shares no number with the checkpoint but
+the tensors that are not quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...ds_configs.quantization.layers import LinearLayer
+from ...plugins.checkpoint_model import empty_model, plain_linear
+from ...plugins.compressed_tensors import StoredLayer, dequantize, unpack_tensors
+from ..quantization.verify import ReferenceLogits, Verification, reference_logits, verify_checkpoint
+from .attach import Attachment
+from .experts import fake_quantize_experts, is_fused_experts
+from .export_tensors import Collected, forward_weight, module_names, plain_name, quantizer_of
+from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from .rounding import round_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+_PROBE_TOKENS, _PROBE_ROWS = 128, 4
+_HOLDS_TWICE = 2.5
+"""The reference and the reloaded model lie on the device together, with room to compute."""
+
+
+def trained_reference(
+    found: Collected, attachment: Attachment, root: Any, directory: Path, made_by: type[Any]
+) -> Any:
+    """Return a model in evaluation mode that computes what training computed, made of what was gathered.
+
+    Args:
+        found: Gathered tensors, trained ones included.
+        attachment: What rounds.
+        root: The Transformers model that was trained.
+        directory: Where the checkpoint's `config.json` lies already.
+        made_by: Class of the model.
+    """
+    config = type(root.config).from_pretrained(str(directory))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = empty_model(made_by, config, attachment.stored_dtype)
+    state = QuantizationState(enabled=True)
+    for name, parameters in found.trained.items():
+        module, target = attachment.modules[name], model.get_submodule(plain_name(name))
+        if is_fused_experts(module):
+            _swap_experts(target, name, module, parameters, state)
+        else:
+            _swap_linear(target, module, parameters, state)
+    _load(model, found.dense)
+    _round_cache(model, root, state)
+    return model.eval().requires_grad_(False)
+
+
+def probe_rows(root: Any, probe: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """Return rows of token ids that checkpoint and trained model must answer alike: the ones given, or any."""
+    if probe is not None:
+        return [list(row) for row in probe]
+    config = root.config.get_text_config()
+    vocabulary = int(config.vocab_size)
+    longest = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
+    length = min(_PROBE_TOKENS, int(longest))
+    return [
+        [(7919 * (row * length + place) + 31) % vocabulary for place in range(length)] for row in range(_PROBE_ROWS)
+    ]
+
+
+def answers(model: Any, rows: Sequence[Sequence[int]], device: torch.device) -> ReferenceLogits:
+    """Return the logits of the trained model, on the training's device where two models have room there."""
+    bytes_needed = _HOLDS_TWICE * sum(parameter.nbytes for parameter in model.parameters())
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < bytes_needed:
+        device = torch.device("cpu")
+    with plain_linear():
+        return reference_logits(model.to(device), rows)
+
+
+def largest_weight_difference(
+    found: Collected, attachment: Attachment, root: Any, directory: Path, device: torch.device
+) -> float:
+    """Return max |ΔW| over all packed matrices: those in the written files against those of a forward pass."""
+    names, tensors = module_names(attachment, root), _written(directory)
+    largest = []
+    for name, parameters in found.trained.items():
+        module = attachment.modules[name]
+        placed = {relative: one.to(device) for relative, one in parameters.items()}
+        for quantizer, seen in _rounded_weights(module, placed):
+            stored = unpack_tensors(names[quantizer.name], tensors(names[quantizer.name]), quantizer.scheme)
+            written = _dequantized(stored, quantizer)
+            assert written.dtype == seen.dtype, f"{written.dtype} of {quantizer.name} is not {seen.dtype}"
+            largest.append((written - seen.cpu()).abs().max().float())
+    # Not Python's max, which skips a NaN that is not the first.
+    return float(torch.stack(largest).max())
+
+
+def verified(
+    directory: Path,
+    reference: ReferenceLogits,
+    layers: Sequence[LinearLayer],
+    attachment: Attachment,
+    *,
+    weight_difference: float,
+    tolerance: float,
+) -> Verification:
+    """Load the checkpoint in a fresh process, and return everything wrong with it."""
+    found = verify_checkpoint(
+        directory, reference=reference, layers=layers, scheme=attachment.scheme, tolerance=tolerance
+    )
+    if weight_difference == 0.0:
+        return found
+    fault = f"written matrices differ from the trained ones by {weight_difference:g}"
+    return replace(found, faults=(fault, *found.faults))
+
+
+def _swap_linear(
+    target: Any, module: Any, parameters: Mapping[str, Tensor], state: QuantizationState
+) -> None:
+    target.__class__ = FakeQuantizedLinear
+    target.quantizer = replace(module.quantizer, state=state)
+    target.weight = torch.nn.Parameter(forward_weight(module, parameters))
+    for name in LEARNED:
+        if name in parameters:
+            target.register_parameter(name, torch.nn.Parameter(parameters[name]))
+
+
+def _swap_experts(
+    target: Any, name: str, module: Any, parameters: Mapping[str, Tensor], state: QuantizationState
+) -> None:
+    for relative, tensor in parameters.items():
+        setattr(target, relative, torch.nn.Parameter(tensor))
+    copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}
+    fake_quantize_experts(target, name, copies)
+
+
+def _load(model: Any, dense: Mapping[str, Tensor]) -> None:
+    """Load what is not quantized; everything that a loader would miss is told by the fresh process."""
+    model.load_state_dict(dict(dense), strict=False, assign=True)
+    model.tie_weights()
+
+
+def _round_cache(model: Any, root: Any, state: QuantizationState) -> None:
+    from ...plugins.quantized_cache import change_keys_and_values
+
+    for name, module in root.named_modules():
+        quantizer = getattr(module, "cache_quantizer", None)
+        if quantizer is not None:
+            target = model.get_submodule(plain_name(name))
+            target.cache_quantizer = replace(quantizer, module=target, state=state)
+            change_keys_and_values(target, target.cache_quantizer.change)
+
+
+def _rounded_weights(module: Any, parameters: Mapping[str, Tensor]) -> list[tuple[LayerQuantizer, Tensor]]:
+    """Return every matrix of a module as its forward pass rounds it."""
+    if is_fused_experts(module):
+        stored = module.stored_layers(parameters)
+        found = [(quantizer_of(module, key), layer) for key, layer in stored.items()]
+        return [(quantizer, _dequantized(layer, quantizer).cpu()) for quantizer, layer in found]
+    quantizer: LayerQuantizer = module.quantizer
+    rounding = quantizer.rounding().weight
+    weight = forward_weight(module, parameters)
+    rounded = round_weight(weight, rounding, *(parameters.get(name) for name in LEARNED[:2]))
+    return [(quantizer, rounded.value(rounding))]
+
+
+def _dequantized(stored: StoredLayer, quantizer: LayerQuantizer) -> Tensor:
+    return dequantize(stored.codes, stored.scale, stored.zero_point, quantizer.scheme.weights)
+
+
+def _written(directory: Path) -> Callable[[str], dict[str, Tensor]]:
+    """Return what reads all tensors of one layer from the files of a checkpoint."""
+    from safetensors import safe_open
+
+    places: dict[str, list[tuple[Path, str]]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dictionary
+                places.setdefault(name.rpartition(".")[0], []).append((file, name))
+
+    def read(layer: str) -> dict[str, Tensor]:
+        found = {}
+        for file, name in places.get(layer, ()):
+            with safe_open(str(file), framework="pt") as opened:
+                found[name] = opened.get_tensor(name)
+        return found
+
+    return read

@@ -1,0 +1,297 @@
+"""What a quantization-aware training did: `REPORT.md`, the model card, and the chart of its training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.plan import Plan
+from ...ds_configs.quantization.scheme import QuantizationScheme
+from ..datasets.samples import SampleStatistics
+from ..launched.report import (
+    CARD_FILE,
+    REPORT_FILE,
+    card_front,
+    data_and_settings,
+    draw_steps,
+    empty_figure,
+    finish_axes,
+    license_of,
+    number,
+    perplexity,
+    png,
+    where_it_ran,
+)
+from ..launched.settings import METRICS_FILE
+from ..markdown import table
+from .request import QATSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA_VERSION = 1
+"""Version of `qat --format json`."""
+CHART_FILE = "qat.png"
+_COLOURS = ("#bbbbbb", "#ee6677", "#228833")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What the ranks measured, as it stands in `result.json`."""
+
+    dense: float | None
+    """Cross-entropy on the held-out samples before the first step, in full precision, in nats a token."""
+    rounded: float | None
+    """The same of the untrained model, rounded to the nearest; `None` where ranges were found while training ran."""
+    trained: float
+    """The same of the trained model with the numbers of its checkpoint."""
+    weight_difference: float
+    """Largest difference between a weight of the trained model and that of the checkpoint."""
+    logit_difference: float | None
+    """Likewise between logits; `None` where the checkpoint was not reloaded."""
+    steps: int
+    """Optimizer steps of the whole training."""
+    step_seconds: float
+    """Seconds inside these steps; after resuming, of the steps since."""
+    tokens: int
+    """Tokens trained on, without padding."""
+    timed_tokens: int
+    """Those of the steps that `step_seconds` counts."""
+    peak_bytes: int | None
+    """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A quantization-aware training that ended well."""
+
+    settings: QATSettings
+    """What was asked for."""
+    model: str
+    """Hub id or directory that training started from."""
+    teacher: str | None
+    """Hub id or directory of the teacher; `None` without one."""
+    scheme: QuantizationScheme
+    """The numbers of the checkpoint."""
+    layers: int
+    """Matrices that are quantized."""
+    plan: Plan
+    """Where everything went."""
+    statistics: SampleStatistics
+    """What was trained on."""
+    result: RunResult
+    """What was measured."""
+    metrics: Sequence[Mapping[str, float]]
+    """The logged steps."""
+    seconds: float
+    """Wall-clock seconds from the first remark to the report."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks for each second of training steps."""
+        return self.result.timed_tokens / self.result.step_seconds if self.result.step_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "teacher": self.teacher,
+            "scheme": asdict(self.scheme) | {"format": self.scheme.format},
+            "quantized_layers": self.layers,
+            "strategy": self.plan.chosen.strategy.label,
+            "hardware": self.plan.hardware.name,
+            "settings": self.settings.model_dump(),
+            "dataset": asdict(self.statistics),
+            "cross_entropy": {stage.key: stage.nats for stage in stages(self.result)},
+            "weight_difference": self.result.weight_difference,
+            "logit_difference": self.result.logit_difference,
+            "steps": self.result.steps,
+            "tokens": self.result.tokens,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One state of the model, on the held-out samples."""
+
+    key: str
+    """Short name."""
+    name: str
+    """What it is."""
+    nats: float | None
+    """Cross-entropy in nats a token; `None` where it was not measured."""
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """Name, cross-entropy and perplexity as text."""
+        if self.nats is None:
+            return self.name, "not measured", "not measured"
+        return self.name, number(self.nats), perplexity(self.nats)
+
+
+def stages(result: RunResult) -> tuple[Stage, Stage, Stage]:
+    """Return the model before training, the same rounded, and what is exported."""
+    return (
+        Stage(key="dense", name="before, in full precision", nats=result.dense),
+        Stage(key="rounded", name="before, rounded to the nearest", nats=result.rounded),
+        Stage(key="trained", name="trained, as exported", nats=result.trained),
+    )
+
+
+def recovered(result: RunResult) -> float | None:
+    """Return the share ``(rounded - trained) / (rounded - dense)`` of what rounding costs; `None` if it costs nothing.
+
+    Above 1 the training has also taught the model its data.
+    """
+    if result.dense is None or result.rounded is None or result.rounded <= result.dense:
+        return None
+    return (result.rounded - result.trained) / (result.rounded - result.dense)
+
+
+def file_names(settings: QATSettings) -> tuple[str, ...]:
+    """Return the names of the files that a run leaves in its output directory, beside the plan's."""
+    adapter = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
+    model = ("config.json", "model.safetensors", "tokenizer.json")
+    beside = adapter if settings.method == "lora" and settings.lora == "on_quantized_base" else ()
+    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, *model, *beside)
+
+
+def report_files(outcome: Outcome) -> dict[str, str | bytes]:
+    """Return the report, the model card and the chart by name."""
+    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: png(figure(outcome))}
+
+
+def report(outcome: Outcome) -> str:
+    """Return `REPORT.md`."""
+    plan, result = outcome.plan, outcome.result
+    shown = outcome.settings.model_dump() | {"learning_rate": outcome.settings.base_learning_rate()}
+    lines = [
+        "# Quantization-aware training report",
+        "",
+        f"`{outcome.model}` as {outcome.scheme.name}: {result.steps} steps, {result.tokens:,} tokens in "
+        f"{result.step_seconds:.1f} s of training steps ({outcome.tokens_per_second:,.0f} tokens/s over all ranks), "
+        f"{outcome.seconds:.0f} s in all.",
+        "",
+        f"## On {outcome.statistics.evaluation_samples} held-out samples",
+        "",
+        *_stage_table(result),
+        "",
+        *_gap_sentence(result),
+        f"![perplexity and loss]({CHART_FILE})",
+        "",
+        "## The checkpoint",
+        "",
+        *table(("", ""), checkpoint_facts(outcome)),
+        "",
+        *where_it_ran(plan, result.peak_bytes),
+        *data_and_settings(outcome.statistics, shown, plan),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def checkpoint_facts(outcome: Outcome) -> list[tuple[str, str]]:
+    """Return what was written, and how it was proven to be what was trained."""
+    scheme, result = outcome.scheme, outcome.result
+    logits = "not reloaded" if result.logit_difference is None else f"{result.logit_difference:g}"
+    return [
+        ("format", f"compressed-tensors, {scheme.format}"),
+        ("weights", weights_sentence(scheme)),
+        ("quantized matrices", f"{outcome.layers:,}"),
+        ("largest difference of a weight, trained and exported", f"{result.weight_difference:g}"),
+        ("largest difference of a logit, trained and reloaded", logits),
+    ]
+
+
+def weights_sentence(scheme: QuantizationScheme) -> str:
+    """Return bits, zero points and what shares a scale, and what inputs are rounded to, in words."""
+    weights, inputs = scheme.weights, scheme.activations
+    shared = {"tensor": "a scale for each matrix", "channel": "a scale for each output channel"}
+    scales = shared.get(weights.strategy, f"a scale for {weights.group_size} weights")
+    text = f"{weights.bits} bit, {'symmetric' if weights.symmetric else 'with zero points'}, {scales}"
+    if inputs is None:
+        return text
+    return f"{text}; inputs {inputs.bits} bit, {'by token' if inputs.dynamic else 'with stored ranges'}"
+
+
+def model_card(outcome: Outcome) -> str:
+    """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
+    settings, data = outcome.settings, outcome.statistics
+    models = [outcome.model] if outcome.teacher is None else [outcome.model, outcome.teacher]
+    adapter = settings.method == "lora" and settings.lora == "on_quantized_base"
+    lines = [
+        *card_front(models, library="transformers", tags=("compressed-tensors", "qat", "shardwright")),
+        f"# {Path(outcome.model).stem}, {outcome.scheme.name}",
+        "",
+        f"`{outcome.model}` trained on `{data.source}` with the numbers of this checkpoint in every forward pass: "
+        f"{weights_sentence(outcome.scheme)}. {_objective(outcome)}",
+        "",
+        "Transformers loads it with `compressed-tensors` installed, and vLLM as it is."
+        + (" The trained adapter lies in `adapter`, for PEFT; without it the model is merely rounded." * adapter),
+        "",
+        f"On {data.evaluation_samples} held-out samples of the same dataset:",
+        "",
+        *_stage_table(outcome.result),
+        "",
+        f"{outcome.result.steps} optimizer steps, {outcome.result.tokens:,} tokens, sequences of "
+        f"{settings.seq_len} tokens; the settings are in [{REPORT_FILE}]({REPORT_FILE}), every logged step in "
+        f"[{METRICS_FILE}]({METRICS_FILE}).",
+        "",
+        "## License",
+        "",
+        f"{'. '.join(f'{name}: {license_of(name)}' for name in dict.fromkeys(models))}. The checkpoint may inherit "
+        "terms of these and of the data: read them before you publish it.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _objective(outcome: Outcome) -> str:
+    if outcome.teacher is None:
+        return "It learned from the data's own tokens."
+    own = " in full precision" if outcome.teacher == outcome.model else ""
+    share = outcome.settings.alpha
+    labels = "" if share == 1 else f", and from the data's own tokens with weight {1 - share:g}"
+    return f"It learned from `{outcome.teacher}`{own}, {outcome.settings.loss} with weight {share:g}{labels}."
+
+
+def _stage_table(result: RunResult) -> list[str]:
+    return table(("", "cross-entropy, nats a token", "perplexity"), [stage.row for stage in stages(result)])
+
+
+def _gap_sentence(result: RunResult) -> list[str]:
+    share = recovered(result)
+    if share is None:
+        return []
+    assert result.dense is not None and result.rounded is not None, "a share is of both"
+    cost = result.rounded - result.dense
+    text = f"Rounding alone costs {number(cost)} nats a token; training has won back {100 * share:.0f} % of it"
+    beyond = ", the part beyond 100 % being what the model learned of this data" if share > 1 else ""
+    return [f"{text}{beyond}.", ""]
+
+
+def figure(outcome: Outcome) -> Figure:
+    """Return the chart: perplexities on the left, the loss of every logged step on the right."""
+    drawn, bars, nats = empty_figure()
+    shown = [(stage, colour) for stage, colour in zip(stages(outcome.result), _COLOURS, strict=True)]
+    names = {"dense": "before", "rounded": "rounded", "trained": "trained"}
+    for stage, colour in shown:
+        if stage.nats is not None:
+            height = math.exp(min(stage.nats, 700))
+            bar = bars.bar(names[stage.key], height, color=colour)
+            bars.bar_label(bar, [perplexity(stage.nats)], fontsize=8)
+    bars.set_title(f"{outcome.scheme.name} on {outcome.statistics.evaluation_samples} held-out samples", fontsize=9)
+    finish_axes(bars, "perplexity")
+    curves = {
+        "loss": ("loss", "#4477aa"),
+        "student_cross_entropy": ("cross-entropy", "#228833"),
+        "teacher_cross_entropy": ("teacher's cross-entropy", "#bbbbbb"),
+        "kl_per_token": ("KL(teacher | trained)", "#ee6677"),
+    }
+    draw_steps(nats, outcome.metrics, curves)
+    finish_axes(nats, "nats a token")
+    return drawn
