@@ -28,8 +28,8 @@ MEASURED = Path(__file__).with_name("qat_overhead.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "qat_comparison.md"
 WAYS = ("plain", "Shardwright", "torchao")
 PRECISIONS = ("fp32", "bf16")
-TURNS, STEPS, TIME_ALLOWED, BYTES_ALLOWED = 3, 6, 1.3, 1.05
-BATCH_SIZE, SEQ_LEN, VOCAB_SIZE, LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 8, 256, 4096, 3, 768, 2048
+TURNS, STEPS, TIME_ALLOWED, BYTES_ALLOWED = 3, 4, 1.3, 1.05
+BATCH_SIZE, SEQ_LEN, VOCAB_SIZE, LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 8, 256, 4096, 2, 512, 1408
 GROUP_SIZE, BITS = 128, 4
 
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -126,12 +126,15 @@ def _refuse_removed_blocks(file: Path) -> None:
 
 
 def _show_prepared(prepared: Prepared, output_dir: Path, *, as_json: bool) -> None:
-    scheme = prepared.config.rounded_scheme
-    more = {
-        "scheme": asdict(scheme) | {"format": scheme.format} if as_json else f"{scheme.name}, {scheme.format}",
-        "layers": [layer.name for layer in prepared.layers] if as_json else f"{len(prepared.layers)} are quantized",
-        "calibration": prepared.needs_calibration if as_json else "before training" * prepared.needs_calibration,
+    scheme, calibrates = prepared.config.rounded_scheme, prepared.needs_calibration
+    more: dict[str, Any] = {
+        "scheme": f"{scheme.name}, {scheme.format}",
+        "layers": f"{len(prepared.layers)} are quantized",
+        "calibration": "before training" if calibrates else "none needed",
     }
+    if as_json:
+        layers = [layer.name for layer in prepared.layers]
+        more = {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers, "calibration": calibrates}
     files = [output_dir / name for name in prepared.file_names]
     show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
 

@@ -59,7 +59,8 @@ def share_with_zero3(modules: Iterable[Any]) -> None:
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         foreign = [one for one in module.parameters() if hasattr(one, "ds_id") and id(one) not in own]
         if foreign:
-            from deepspeed.zero import register_external_parameter
+            # `zero` is an attribute of the package, not a module below it.
+            import deepspeed
 
             for parameter in foreign:
-                register_external_parameter(module, parameter)
+                deepspeed.zero.register_external_parameter(module, parameter)

@@ -155,7 +155,9 @@ def _described(error: Exception | None) -> dict[str, Any] | None:
     if error is None:
         return None
     if isinstance(error, FaultsError) and type(error).__name__ in _KINDS:
-        faults = [asdict(fault) | {"value": None if fault.value is None else str(fault.value)} for fault in error.faults]
+        faults = [
+            asdict(fault) | {"value": None if fault.value is None else str(fault.value)} for fault in error.faults
+        ]
         return {"kind": type(error).__name__, "faults": faults}
     return {"kind": None, "text": str(error) if isinstance(error, ShardwrightError) else repr(error)}
 

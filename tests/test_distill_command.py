@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from commands import Shell, shell_in
 from distilling import tiny
-from shardwright.cli.main import run
 from shardwright.ds_configs.errors import ShardwrightError
 from shardwright.ds_configs.plan import Plan
 from shardwright.plugins.launching import LaunchFailedError
@@ -35,33 +33,10 @@ from shardwright.trainers.launched.ranks import trained_tokens
 VOCAB = 300
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def errors(self) -> list[str]:
-        return [line.removeprefix("error: ") for line in self.err.splitlines() if line.startswith("error: ")]
-
-
-Shell = Callable[..., Result]
-
-
 @pytest.fixture
 def distill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
     """Run the command in an empty directory; Hub access fails at once."""
-    for name in list(os.environ):
-        if name.startswith("SHARDWRIGHT_") and name != "SHARDWRIGHT_DATA_DIR":
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        code = run(("distill", *map(str, arguments)))
-        return Result(code, *capsys.readouterr())
-
-    return call
+    return shell_in(tmp_path, "distill", capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")

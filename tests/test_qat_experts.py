@@ -1,4 +1,4 @@
-"""Mixtures of experts under quantization-aware training: gradients, memory, names, and the checkpoint that comes out."""
+"""Mixtures of experts under quantization-aware training: gradients, memory, names, and the written checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from saved_tensors import saved_storages
 from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.layers import LinearLayer, selected_layers
 from shardwright.ds_configs.quantization.mixtures import expert_scheme, mixture_quantization_config
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
@@ -27,6 +28,7 @@ from shardwright.trainers.qat.experts import (
 )
 from shardwright.trainers.qat.layers import LayerQuantizer, QuantizationState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 HIDDEN, INNER, EXPERTS, TOKENS, CHOICES = 32, 48, 5, 23, 2
@@ -237,11 +239,11 @@ def test_a_copy_rounds_for_itself():
     assert torch.equal(module.half()(hidden.half(), index, shares.half()).isfinite().all(), torch.tensor(True))
 
 
-def family(name, **changes):
-    """Return a small model of a family with random weights; on no device if `meta`."""
+def family(name, dtype=torch.float32, **changes):
+    """Return a small model of a family with random weights."""
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
     set_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 FAMILIES = {
@@ -252,8 +254,8 @@ FAMILIES = {
     "DeepseekV3": (
         {
             **SMALL,
-            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 8},
-            **{"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16},
+            **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
             "first_k_dense_replace": 0,
         },
         "model.layers.1.mlp.experts.3.down_proj",
@@ -298,7 +300,7 @@ def test_other_layouts_are_refused_and_can_be_left_out(name, changes, reason):
     assert reason in fault.rule and "1 more" in str(fault.value) and "re:.*experts" in fault.fix
     kept = replace(scheme, ignore=("lm_head", "re:.*experts"))
     assert experts_faults(model, kept) == []
-    with pytest.raises(UsageError, match="transposed|no single matrices"):
+    with pytest.raises(UsageError, match=r"transposed|no single matrices"):
         attach(model, QATConfig(scheme=scheme))
 
 
@@ -351,3 +353,107 @@ def test_schemes_that_round_inputs_pack_experts_in_a_group_of_their_own():
     assert mixture_quantization_config(scheme, layers[1:])["format"] == "pack-quantized"
     assert mixture_quantization_config(scheme_named("W4A16"), layers)["format"] == "pack-quantized"
     assert expert_scheme(scheme_named("W4A16")) is scheme_named("W4A16")
+
+
+def trained(model, scheme, directory, **options):
+    """Train three steps with the stock Trainer and return what was attached."""
+    samples = [{"input_ids": row, "labels": row} for row in torch.arange(12 * 32).reshape(12, 32) % 384]
+    arguments = TrainingArguments(
+        str(directory),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    callback = QATCallback(scheme, **options)
+    Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()
+    return callback.attachment
+
+
+def write_checkpoint(model, attachment, directory):
+    """Write packed layers and everything else as saving names it, with no help of the exporter."""
+    packed, consumed = {}, set()
+    for name, module in attachment.modules.items():
+        consumed |= {f"{name}.{own}" for own in module.consumed}
+        for key, stored in module.stored_layers(dict(module.named_parameters())).items():
+            quantizer = module.quantizers[key] if key else module.quantizer
+            parts = stored.codes, stored.scale, stored.zero_point
+            packed |= pack_tensors(
+                quantizer.name, *parts, quantizer.scheme, stored.input_scale, stored.input_zero_point
+            )
+    rest = {name: tensor for name, tensor in model.state_dict().items() if name not in consumed}
+    tensors = revert_weight_conversion(model, rest) | packed
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
+    )
+    model.config.save_pretrained(directory)
+    ignore = ["lm_head", *(name for name in attachment.scheme.ignore if name.endswith(".gate"))]
+    state_config(directory, mixture_quantization_config(attachment.scheme, attachment.layers, ignore=ignore))
+
+
+def state_config(directory, stated):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
+
+
+def reload(directory):
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", experts_implementation="eager", output_loading_info=True
+    )
+
+
+EXPORTED = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": MIXTURE}
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "dtype"),
+    [
+        ("Mixtral", "W4A16", torch.float32),
+        ("Qwen3Moe", "W4A16", torch.bfloat16),
+        ("Mixtral", "W2A16", torch.bfloat16),
+        ("Qwen3Moe", "W3A16", torch.float32),
+        ("Mixtral", "W8A8", torch.bfloat16),
+        ("Qwen3Moe", "W8A8", torch.float32),
+        ("Mixtral", "W4A8", torch.float32),
+    ],
+)
+def test_reloaded_checkpoint_is_what_was_trained(name, scheme, dtype, tmp_path):
+    model = family(name, dtype, **EXPORTED[name])
+    before = model.state_dict()["model.layers.1.mlp.experts.down_proj"].clone()
+    attachment = trained(model, scheme, tmp_path / "run")
+    module = model.model.layers[1].mlp.experts
+    assert not torch.equal(module.down_proj, before), "experts were not trained"
+    write_checkpoint(model, attachment, tmp_path)
+    loaded, keys = reload(tmp_path)
+    assert not any(keys.values()), "keys are missing or left over"
+    tokens = torch.arange(48)[None] * 7 % 384
+    model.eval()
+    with torch.no_grad():
+        difference = (loaded(tokens).logits - model(tokens).logits).abs().max()
+    assert difference == 0 and loaded.dtype == dtype
+    other = loaded.model.layers[1].mlp.experts
+    stored = module.stored_layers(dict(module.named_parameters()))
+    for expert in range(4):
+        parts = [stored[f"{expert}.{matrix}"] for matrix in ("gate_proj", "up_proj", "down_proj")]
+        gate, up, down = (dequantize(part.codes, part.scale, None, attachment.scheme.weights) for part in parts)
+        assert torch.equal(torch.cat([gate, up]), other.gate_up_proj[expert])
+        assert torch.equal(down, other.down_proj[expert])
+
+
+def test_upstream_still_loads_experts_packed_or_not_at_all(tmp_path):
+    """transformers 5.17.0; where experts of other forms load, `expert_scheme` and a refusal can go."""
+    model = family("Mixtral", **EXPORTED["Mixtral"])
+    attachment = attach(model, QATConfig(scheme=scheme_named("W8A8")))
+    for quantizer in attachment.quantizers():
+        quantizer.scheme = attachment.scheme
+    write_checkpoint(model, attachment, tmp_path)
+    state_config(tmp_path, quantization_config(attachment.scheme))
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        reload(tmp_path)
+    dense = family("Mixtral", **EXPORTED["Mixtral"])
+    dense.save_pretrained(tmp_path)
+    state_config(tmp_path, quantization_config(scheme_named("W4A16"), ignore=["re:.*"]))
+    assert "model.layers.0.mlp.experts.down_proj" in reload(tmp_path)[1]["missing_keys"]

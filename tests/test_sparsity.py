@@ -110,7 +110,7 @@ def test_numbers_that_contradict_themselves_are_refused_together() -> None:
     assert "write 0.5 for 50 %" in str(caught.value)
     with pytest.raises(UsageError, match="must not come before start_step = 5"):
         MagnitudePruningCallback(0.5, end_step=4, start_step=5)
-    with pytest.raises(UsageError, match="two zeros among four; write 0.5"):
+    with pytest.raises(UsageError, match=r"two zeros among four; write 0\.5"):
         MagnitudePruningCallback(0.75, end_step=4, pattern="2:4")
     for share in (1.0, float("nan"), -0.5):
         with pytest.raises(UsageError, match="final_sparsity"):
@@ -316,10 +316,7 @@ def test_resuming_with_other_settings_or_broken_masks_is_refused(tmp_path: Path)
     ("arguments", "match"),
     [
         ({"max_steps": 3}, "training ends at step 3, before the last zeros are chosen; end at 2"),
-        (
-            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
-            "may bring back a checkpoint from before step 4",
-        ),
+        ({"load_best_model_at_end": True}, "may bring back a checkpoint from before step 4"),
     ],
 )
 def test_runs_that_would_not_end_sparse_are_refused(arguments: dict[str, Any], match: str, tmp_path: Path) -> None:

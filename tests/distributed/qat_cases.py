@@ -13,7 +13,7 @@ from typing import Any, Literal
 from cases import RANKS, deepspeed_configuration
 from distillation_cases import SAMPLES, VOCAB
 
-LEARNING_RATE = 1.0
+LEARNING_RATE, ADAM_LEARNING_RATE = 1.0, 1e-3
 GROUP = 32
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "w4": ("W4A16", {}),
@@ -37,6 +37,8 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     mixture: bool = False
+    offload: bool = False
+    """Whether the optimizer, AdamW, steps on the CPU beside the model."""
     verify: bool = False
     """Whether the export is loaded again in a process of its own."""
 
@@ -44,12 +46,13 @@ class Case:
     def name(self) -> str:
         engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
         extra = "-init" * self.zero_init + "-checkpointed" * self.checkpointing + "-lora" * self.lora
-        return f"{engine}-{self.scheme}{extra}{'-mixture' * self.mixture}{'-verified' * self.verify}"
+        extra += "-mixture" * self.mixture + "-offload" * self.offload + "-verified" * self.verify
+        return f"{engine}-{self.scheme}{extra}"
 
     @property
     def reference(self) -> Case:
         """The run of one process that this one must agree with."""
-        return Case(scheme=self.scheme, lora=self.lora, mixture=self.mixture)
+        return Case(scheme=self.scheme, lora=self.lora, mixture=self.mixture, offload=self.offload)
 
     @property
     def steps(self) -> int:
@@ -62,8 +65,8 @@ class Case:
             "per_device_train_batch_size": SAMPLES // RANKS,
             "gradient_accumulation_steps": RANKS if self.engine == "single" else 1,
             "gradient_checkpointing": self.checkpointing,
-            "optim": "sgd",
-            "learning_rate": LEARNING_RATE,
+            "optim": "adamw_torch" if self.offload else "sgd",
+            "learning_rate": ADAM_LEARNING_RATE if self.offload else LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",
             "warmup_steps": self.steps - 1,
             "weight_decay": 0.0,
@@ -77,7 +80,7 @@ class Case:
             "seed": 11,
         }
         if self.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage)
+            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
         if self.engine == "fsdp2":
             layer = "MixtralDecoderLayer" if self.mixture else "LlamaDecoderLayer"
             arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
@@ -100,7 +103,10 @@ CASES += [Case(**engine, scheme="w8a8-static", checkpointing=True) for engine in
 CASES += [Case(**engine, lora=True) for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, mixture=True) for engine in (DDP, ZERO3, FSDP2)]
 CASES += [Case(**ZERO3, scheme="w8a8", verify=True)]
-REFERENCES = list(dict.fromkeys(case.reference for case in CASES))
+OFFLOADED = [Case(**ZERO3, scheme="w2-learned", offload=True)]
+RESUMED = Case(**ZERO3, scheme="w8a8-static", lora=True)
+RESUMED_STEPS, SAVED_STEP = 4, 2
+REFERENCES = list(dict.fromkeys(case.reference for case in (*CASES, *OFFLOADED)))
 
 
 def model_directory(directory: Path, case: Case) -> Path:

@@ -2,43 +2,91 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from distillation_cases import VOCAB, collate, samples
-from qat_cases import CASES, Case, callback_settings, model_directory
+from qat_cases import (
+    ADAM_LEARNING_RATE,
+    CASES,
+    OFFLOADED,
+    RESUMED,
+    RESUMED_STEPS,
+    SAVED_STEP,
+    Case,
+    callback_settings,
+    model_directory,
+)
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 
 
 def trained(case: Case, directory: Path, output: Path) -> None:
     """Train, write the whole weights from rank 0, and export."""
-    from safetensors.torch import save_file
     from shardwright.plugins.transformers import byte_tokenizer
+
+    where = output / case.name
+    trainer, callback = trainer_of(case, directory, where / "run")
+    if case.engine == "single":
+        save(trainer, where / "start.safetensors")
+    trainer.train()
+    save(trainer, where / "trained.safetensors")
+    source = str(model_directory(directory, case))
+    callback.export(trainer, where / "export", tokenizer=byte_tokenizer(VOCAB), source=source, verify=case.verify)
+
+
+def resumed(directory: Path, output: Path) -> None:
+    """Train to the end, once in one go and once from a checkpoint of that run in the middle; export both."""
+    from shardwright.plugins.transformers import byte_tokenizer
+
+    training = {"max_steps": RESUMED_STEPS, "save_strategy": "steps", "save_steps": SAVED_STEP, "optim": "adamw_torch"}
+    training |= {"learning_rate": ADAM_LEARNING_RATE, "warmup_steps": 0}
+    checkpoint = str(output / "whole" / "run" / f"checkpoint-{SAVED_STEP}")
+    for name, resume in (("whole", None), ("resumed", checkpoint)):
+        where = output / name
+        trainer, callback = trainer_of(RESUMED, directory, where / "run", **training)
+        trainer.train(resume_from_checkpoint=resume)
+        save(trainer, where / "trained.safetensors")
+        source = str(model_directory(directory, RESUMED))
+        callback.export(trainer, where / "export", tokenizer=byte_tokenizer(VOCAB), source=source, verify=False)
+        if trainer.args.process_index == 0:
+            (where / "history.json").write_text(json.dumps(trainer.state.log_history))
+        forget_last_run()
+
+
+def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[Any, Any]:
+    """Return the stock Trainer of a case, and its callback."""
     from shardwright.trainers.qat.callback import QATCallback
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     overrides: dict[str, Any] = configure_cpu_ranks("ddp" if case.engine == "single" else case.engine)
-    path, where = model_directory(directory, case), output / case.name
+    settings = case.arguments() | changes | overrides
+    path = model_directory(directory, case)
     if case.zero_init:
-        arguments = TrainingArguments(str(where / "run"), **case.arguments(), **overrides)
+        arguments = TrainingArguments(str(run), **settings)
         model = AutoModelForCausalLM.from_pretrained(path)
+        assert all(parameter.numel() == 0 for parameter in model.parameters())
     else:
         model = AutoModelForCausalLM.from_pretrained(path)
-        arguments = TrainingArguments(str(where / "run"), **case.arguments(), **overrides)
+        arguments = TrainingArguments(str(run), **settings)
     if case.lora:
         model = adapted(model)
     scheme, options = callback_settings(case)
     callback = QATCallback(scheme, **options)
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback]
-    )
-    trainer.train()
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if arguments.process_index == 0:
-        save_file({name: value.float().contiguous() for name, value in state.items()}, where / "trained.safetensors")
-    how: dict[str, Any] = {"source": str(path)}
-    callback.export(trainer, where / "export", tokenizer=byte_tokenizer(VOCAB), verify=case.verify, **how)
+    trainer = Trainer(model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback])
+    return trainer, callback
+
+
+def save(trainer: Any, path: Path) -> None:
+    """Write whole parameters from rank 0."""
+    from safetensors.torch import save_file
+
+    wrapped = trainer.model_wrapped
+    state = trainer.accelerator.get_state_dict(wrapped)
+    if trainer.args.process_index == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.float().contiguous() for name, value in state.items()}, path)
 
 
 def adapted(model: Any) -> Any:
@@ -55,10 +103,12 @@ def adapted(model: Any) -> Any:
 
 
 def main(directory: Path, output: Path, names: list[str]) -> None:
-    for case in CASES:
+    for case in (*CASES, *OFFLOADED):
         if not names or case.name in names:
             trained(case, directory, output)
             forget_last_run()
+    if not names or "resumed" in names:
+        resumed(directory, output)
 
 
 if __name__ == "__main__":

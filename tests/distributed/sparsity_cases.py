@@ -123,11 +123,13 @@ def samples() -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def train(case: Case, directory: Path, world_size: int, overrides: dict[str, Any]) -> Any:
-    """Train a case to its end and return the trainer."""
+def train(
+    case: Case, directory: Path, world_size: int, overrides: dict[str, Any], *, resume_from: str | None = None
+) -> Any:
+    """Train a case to its end, from its beginning or from a checkpoint, and return the trainer."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(str(directory / case.name), **case.arguments(world_size), **overrides)
     trainer = Trainer(model=model(), args=arguments, train_dataset=samples(), callbacks=[case.callback()])
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume_from)
     return trainer

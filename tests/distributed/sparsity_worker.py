@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
-from sparsity_cases import EVERY, SAVED_AT, Case, model, samples, train
+from sparsity_cases import EVERY, SAVED_AT, Case, train
 
 
 def run(case: Case, output: Path, world_size: int) -> None:
     from safetensors.torch import save_file
 
-    overrides: dict[str, Any] = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]
-    trainer = train(case, output, world_size, overrides)
+    trainer = train(case, output, world_size, configure_cpu_ranks(case.engine))  # type: ignore[arg-type]
     if case.resumed:
-        trainer = resume(case, trainer.args)
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{SAVED_AT}"
+        del trainer
+        forget_last_run()
+        overrides = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]
+        trainer = train(case, output, world_size, overrides, resume_from=str(checkpoint))
+    # Under ZeRO-3 rank 0 alone gets it.
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     found = {name: value.float().contiguous() for name, value in state.items()}
     if case.engine == "deepspeed":
         found |= {f"master.{name}": value for name, value in masters(trainer).items()}
@@ -29,27 +33,17 @@ def run(case: Case, output: Path, world_size: int) -> None:
         (output / f"{case.name}.json").write_text(json.dumps(sparsity))
 
 
-def resume(case: Case, arguments: Any) -> Any:
-    from transformers import Trainer
-
-    checkpoint = str(Path(arguments.output_dir) / f"checkpoint-{SAVED_AT}")
-    trainer = Trainer(model=model(), args=arguments, train_dataset=samples(), callbacks=[case.callback()])
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return trainer
-
-
 def masters(trainer: Any) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    names = {name: value for name, value in trainer.model.named_parameters()}
-    return {name: safe_get_full_fp32_param(value).float().clone() for name, value in names.items()}
+    return {name: safe_get_full_fp32_param(value).float().clone() for name, value in trainer.model.named_parameters()}
 
 
 def main(output: Path, names: list[str]) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     for case in EVERY:
         if not names or case.name in names:
-            run(case, output, world_size)
+            import time; t0=time.time(); run(case, output, world_size); print("TIME", case.name, time.time()-t0, flush=True)
             forget_last_run()
 
 

@@ -8,6 +8,7 @@ Every way starts from the same weights and takes the same steps over the same sa
     qat           fine-tuned with rounded numbers
     qat-learned   likewise with scales that are trained (LSQ)
     qad           distilled with rounded numbers from the model before training
+    qad-ft        likewise from the fine-tuned one, which was trained for as many steps before
 
 A way's share of the gap is ``(L_rtn - L_way) / (L_rtn - L_ft)``, L the mean cross-entropy of held-out text in nats.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ...ds_configs.quantization.scheme import QuantizationScheme
     from ..distillation.config import DistillationConfig
 
-Way = Literal["ft", "ft-rtn", "ft-gptq", "qat", "qat-learned", "qad"]
+Way = Literal["ft", "ft-rtn", "ft-gptq", "qat", "qat-learned", "qad", "qad-ft"]
 WAYS: tuple[Way, ...] = get_args(Way)
 ENDS: tuple[Way, ...] = ("ft", "ft-rtn")
 """The two ends of the gap, which are always measured."""
@@ -190,7 +191,7 @@ def compare_qat(
         calibration_samples: The first so many training samples go to GPTQ and to stored ranges of activations.
         training: More fields of `TrainingArguments`, for every way.
         qat: Fields of `QATConfig`, such as `stored_dtype`.
-        distillation: For `qad`; default: the teacher alone (α = 1).
+        distillation: For `qad` and `qad-ft`; default: the teacher alone (α = 1).
         export: Write the checkpoint of every trained way, load it, and judge it too.
         on_progress: Receives one line for each thing done.
 

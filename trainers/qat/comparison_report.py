@@ -19,6 +19,7 @@ LABELS: Mapping[Way, str] = MappingProxyType(
         "qat": "QAT",
         "qat-learned": "QAT, learned scales",
         "qad": "QAD",
+        "qad-ft": "QAD, taught by FT",
     }
 )
 _COLUMNS = (

@@ -90,6 +90,7 @@ class Job:
             "save_strategy": "no",
             "logging_strategy": "no",
             "disable_tqdm": True,
+            "dataloader_pin_memory": torch.cuda.is_available(),
         }
         return TrainingArguments(directory, **(common | dict(self.training)), seed=seed, data_seed=seed)
 
@@ -131,20 +132,21 @@ def _measured(job: Job, judge: _Judge, seed: int) -> Iterator[Measurement]:
             model = _quantized(job, dense.model, method)
             yield _measurement(judge, dense, way, seed, model=model, more_seconds=time.perf_counter() - start)
             del model
-    del dense
     for way in wanted:
         if way.startswith("qa"):
             gc.collect()
-            yield _trained_and_exported(job, judge, way, seed)
+            yield _trained_and_exported(job, judge, way, seed, dense)
 
 
-def _trained_and_exported(job: Job, judge: _Judge, way: Way, seed: int) -> Measurement:
-    trained, written, seconds = _train(job, way, seed), None, 0.0
+def _trained_and_exported(job: Job, judge: _Judge, way: Way, seed: int, dense: _Trained) -> Measurement:
+    teachers = {"qad": job.model, "qad-ft": dense.model}
+    trained, written = _train(job, way, seed, teachers.get(way)), None
+    seconds = dense.seconds if way == "qad-ft" else 0.0
     if job.export:
         with tempfile.TemporaryDirectory() as directory:
             start, place = time.perf_counter(), Path(directory) / "exported"
             trained.callback.export(trained.trainer, place, verify=False)
-            seconds = time.perf_counter() - start
+            seconds += time.perf_counter() - start
             written = judge.loss_sums(_reloaded(place, trained.model))
     return _measurement(judge, trained, way, seed, more_seconds=seconds, written=written)
 
@@ -159,11 +161,10 @@ class _Trained:
     peak_bytes: int
 
 
-def _train(job: Job, way: Way, seed: int) -> _Trained:
+def _train(job: Job, way: Way, seed: int, taught_by: Any = None) -> _Trained:
     """Train a copy of the model; `ft` with the stock Trainer alone."""
-    model, teacher = copy.deepcopy(job.model).train(), None
-    if way == "qad":
-        teacher = copy.deepcopy(job.model).eval().requires_grad_(False)
+    model = copy.deepcopy(job.model).train()
+    teacher = None if taught_by is None else copy.deepcopy(taught_by).eval().requires_grad_(False)
     meter = _StepMeter(job.steps, [] if teacher is None else teacher.parameters())
     callback = None if way == "ft" else _qat_callback(job, way)
     with tempfile.TemporaryDirectory() as directory:
@@ -226,7 +227,9 @@ def _quantized(job: Job, dense: Any, method: Any) -> Any:
 def _reloaded(directory: Path, like: Any) -> Any:
     """Load a checkpoint in its own type, and compute in the type of the model that was trained, as all others do."""
     loaded = load_subject(read_subject(str(directory), "model", revision=None), directory, dtype="auto", device=str(like.device))
-    return loaded.to(like.dtype)
+    # Loading decompresses under inference mode, and such tensors can only be used there.
+    with torch.inference_mode():
+        return loaded.to(like.dtype)
 
 
 class _Judge:

@@ -92,15 +92,6 @@ def experts_faults(model: Any, scheme: QuantizationScheme) -> list[Fault]:
     return faults
 
 
-def experts_fault(model: Any, name: str) -> Fault | None:
-    """Return why the experts of one layer, which a scheme targets, cannot be rounded; `None` if they can."""
-    reason = _unfit(model, name)
-    if not reason:
-        return None
-    rule = f"{type(model.get_submodule(name)).__name__} {reason}"
-    return Fault(where="experts", value=name, rule=rule, fix="add re:.*experts to ignore: they stay dense")
-
-
 def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, LayerQuantizer]) -> None:
     """Change the class of a fused experts module so that each of its matrices is rounded.
 

@@ -167,9 +167,7 @@ class _Export:
                 reference = trained_reference(self.found, attachment, root, staging, model_class(root))
                 logits = answers(reference, probe_rows(root, probe), device)
                 del reference
-                proof = verified(
-                    staging, logits, layers, attachment, weight_difference=difference, tolerance=tolerance
-                )
+                proof = verified(staging, logits, layers, attachment, weight_difference=difference, tolerance=tolerance)
                 if not proof.passed:
                     kept = fail_output(staging, self.output, proof)
                     raise ShardwrightError(f"the checkpoint did not pass: {proof.reason}; it lies in {kept}")

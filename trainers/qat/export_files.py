@@ -33,6 +33,8 @@ def write_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
     )
     for file, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, str(directory / file), metadata={"format": "pt"})
+        # safetensors 0.8 lets its owner alone read the file; whoever serves the model is often another.
+        (directory / file).chmod(0o644)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(directory / INDEX, index)

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...ds_configs.errors import Fault, RefusedInputError
 from ...ds_configs.quantization.layers import LinearLayer
 from ...plugins.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
 from ...plugins.compressed_tensors import StoredLayer, pack_tensors
 from ...plugins.gathering import gathered_parameters, training_device
+from ...plugins.llm_compressor.experts import router_modules
 from .attach import Attachment, checkpoint_name
 from .experts import expert_linear_layers, is_fused_experts
 from .fake_quantized_linear import merged_weight
@@ -152,6 +151,8 @@ class Collector:
             self._keep_dense(plain_name(name), tensor)
 
     def _keep_dense(self, name: str, tensor: Tensor) -> None:
+        import torch
+
         kept = tensor
         if tensor.is_floating_point() and not (tensor.dtype == torch.float32 and stays_in_fp32(self._root, name)):
             kept = tensor.to(self._attachment.stored_dtype)
@@ -169,6 +170,8 @@ def collect(
         What was found, empty on other ranks, and the error that ended the work: gathering goes on, because the other
         ranks do.
     """
+    import torch
+
     collector = Collector(model, attachment, root=root, keep_trained=keep_trained) if first else None
     failure: Exception | None = None
     for name, tensor in gathered_parameters(model):
@@ -196,22 +199,28 @@ def quantized_layers(attachment: Attachment, root: Any) -> tuple[LinearLayer, ..
 
 
 def dense_layers(model: Any, attachment: Attachment, root: Any) -> list[str]:
-    """Return the linear layers that stay dense, as the checkpoint names them, and as Transformers does if it differs."""
+    """Return what loaders must not quantize: linear layers and routers that stay dense, and experts as patterns.
+
+    Names are those of the checkpoint, and of the model where they differ.
+    """
+    import torch
+
     packed = set(map(id, attachment.modules.values()))
-    names, experts = [], []
+    names, experts = list(map(plain_name, router_modules(model))), []
     for name, module in model.named_modules():
         if id(module) in packed or any(part.startswith("lora_") for part in name.split(".")):
             continue
         if is_fused_experts(module):
-            experts += [layer.name for layer in expert_linear_layers(model, name)]
-        elif isinstance(module, torch.nn.Linear) and not _belongs_to_packed(name, attachment):
+            stored = re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0]
+            experts += [stored, rf"re:{re.escape(stored)}\."]
+        elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
             names.append(plain_name(name))
-    stored = checkpoint_module_names(root, names)
-    return list(dict.fromkeys([stored[name] for name in names] + names + experts))
+    found = checkpoint_module_names(root, names)
+    return list(dict.fromkeys([found[name] for name in names] + names + experts))
 
 
 def module_names(attachment: Attachment, root: Any) -> dict[str, str]:
-    """Return the checkpoint's names of packed matrices by their quantizers' names; those of experts are such already."""
+    """Return the checkpoint's names of packed matrices by their quantizers' names, which experts have already."""
     experts = {layer.name for layer in attachment.layers if layer.is_expert}
     linear = [layer.name for layer in attachment.layers if layer.name not in experts]
     return checkpoint_module_names(root, linear) | {name: name for name in experts}
@@ -241,7 +250,8 @@ def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:
         parts = [part.to(seen) for part in parts]
     if len(parts) == 1:
         return parts[0]
-    return merged_weight(*parts, module.scaling[module.active_adapters[0]])
+    weight, a, b = parts
+    return merged_weight(weight, a, b, module.scaling[module.active_adapters[0]])
 
 
 def plain_name(name: str) -> str:
@@ -254,14 +264,9 @@ def _packed_modules(model: Any, attachment: Attachment) -> Iterator[tuple[str, A
     rounded = set(map(id, attachment.modules.values()))
     merged = attachment.config.lora == "merged"
     for name, module in model.named_modules():
-        if id(module) in rounded:
+        around_dense = merged and is_lora_linear(module) and len(module.active_adapters) == 1
+        if id(module) in rounded or (around_dense and not module.lora_variant):
             yield name, module
-        elif merged and is_lora_linear(module) and len(module.active_adapters) == 1 and not module.lora_variant:
-            yield name, module
-
-
-def _belongs_to_packed(name: str, attachment: Attachment) -> bool:
-    return name.removesuffix(".base_layer") in attachment.modules
 
 
 def _cache_tensors(attachment: Attachment, root: Any) -> dict[str, Tensor]:
@@ -272,6 +277,8 @@ def _cache_tensors(attachment: Attachment, root: Any) -> dict[str, Tensor]:
 
 
 def _finite(tensor: Tensor) -> bool:
+    import torch
+
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 

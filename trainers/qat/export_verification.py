@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...ds_configs.quantization.layers import LinearLayer
 from ...plugins.checkpoint_model import empty_model, plain_linear
 from ...plugins.compressed_tensors import StoredLayer, dequantize, unpack_tensors
@@ -27,6 +25,7 @@ from .rounding import round_weight
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import Tensor
 
 _PROBE_TOKENS, _PROBE_ROWS = 128, 4
@@ -34,9 +33,7 @@ _HOLDS_TWICE = 2.5
 """The reference and the reloaded model lie on the device together, with room to compute."""
 
 
-def trained_reference(
-    found: Collected, attachment: Attachment, root: Any, directory: Path, made_by: type[Any]
-) -> Any:
+def trained_reference(found: Collected, attachment: Attachment, root: Any, directory: Path, made_by: type[Any]) -> Any:
     """Return a model in evaluation mode that computes what training computed, made of what was gathered.
 
     Args:
@@ -77,6 +74,8 @@ def probe_rows(root: Any, probe: Sequence[Sequence[int]] | None) -> list[list[in
 
 def answers(model: Any, rows: Sequence[Sequence[int]], device: torch.device) -> ReferenceLogits:
     """Return the logits of the trained model, on the training's device where two models have room there."""
+    import torch
+
     bytes_needed = _HOLDS_TWICE * sum(parameter.nbytes for parameter in model.parameters())
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < bytes_needed:
         device = torch.device("cpu")
@@ -88,6 +87,8 @@ def largest_weight_difference(
     found: Collected, attachment: Attachment, root: Any, directory: Path, device: torch.device
 ) -> float:
     """Return max |ΔW| over all packed matrices: those in the written files against those of a forward pass."""
+    import torch
+
     names, tensors = module_names(attachment, root), _written(directory)
     largest = []
     for name, parameters in found.trained.items():
@@ -121,9 +122,9 @@ def verified(
     return replace(found, faults=(fault, *found.faults))
 
 
-def _swap_linear(
-    target: Any, module: Any, parameters: Mapping[str, Tensor], state: QuantizationState
-) -> None:
+def _swap_linear(target: Any, module: Any, parameters: Mapping[str, Tensor], state: QuantizationState) -> None:
+    import torch
+
     target.__class__ = FakeQuantizedLinear
     target.quantizer = replace(module.quantizer, state=state)
     target.weight = torch.nn.Parameter(forward_weight(module, parameters))
@@ -135,6 +136,8 @@ def _swap_linear(
 def _swap_experts(
     target: Any, name: str, module: Any, parameters: Mapping[str, Tensor], state: QuantizationState
 ) -> None:
+    import torch
+
     for relative, tensor in parameters.items():
         setattr(target, relative, torch.nn.Parameter(tensor))
     copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}

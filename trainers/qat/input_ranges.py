@@ -130,11 +130,14 @@ class InputRange:
             return stored.float(), None if zero_point is None else zero_point.float()
         low, high = (end.cpu() for end in self._bounds)
         bits, symmetric = self.quantization.bits, self.quantization.symmetric
-        scale, _ = range_scale_and_zero_point(low, high, bits=bits, symmetric=symmetric, stored_dtype=torch.float32)
-        if symmetric:
+        exact, _ = range_scale_and_zero_point(low, high, bits=bits, symmetric=symmetric, stored_dtype=torch.float32)
+        # Ranges of nothing but zeros, or nearly so, have the scale that the stored type can hold at all.
+        scale = torch.where(exact.to(stored.dtype) == stored, exact, stored.float())
+        if zero_point is None:
             return scale, None
         least, largest = code_range(bits)
-        return scale, (least - low / stored.float()).clamp(least, largest)
+        place = (least - low / stored.float()).clamp(least, largest)
+        return scale, torch.where(place.round() == zero_point, place, zero_point.float())
 
     def record(self) -> dict[str, Any]:
         """Return what a resumed run must know, as JSON holds it; fp32 numbers are exact there."""
@@ -267,9 +270,6 @@ def _calibrating(model: Any, attachment: Attachment, *, rounded_weights: bool) -
     modes = {module: module.training for module in model.modules()}
     enabled, observing = state.enabled, state.observing
     model.eval()
-    # What rounds observes in training mode alone; it holds no dropout of its own.
-    for module in attachment.modules.values():
-        module.training = True
     for one in attachment.ranges.values():
         one.calibrating = True
     state.enabled, state.observing = rounded_weights, True

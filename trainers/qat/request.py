@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 SELF = "self"
 """Names the model in full precision as its own teacher."""
 RANGES_FILE = "input_ranges.safetensors"
-_TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
+TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
+"""Settings that mean nothing without a teacher."""
 
 
 class QATSettings(LaunchedSettings):
@@ -125,7 +126,7 @@ def combination_faults(settings: QATSettings) -> list[Fault]:
         fix = "add --teacher self, or drop it"
         faults += [
             Fault(where=name, value=getattr(settings, name), rule="belongs to a teacher", fix=fix)
-            for name in (*_TEACHERS_OWN, "teacher_placement")
+            for name in (*TEACHERS_OWN, "teacher_placement")
             if name in given and getattr(settings, name) != "auto"
         ]
     elif settings.teacher == SELF and settings.teacher_revision is not None:
@@ -149,16 +150,12 @@ def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | No
     return settings.teacher, settings.teacher_revision
 
 
-def optimizer_steps(
-    settings: QATSettings, *, samples: int, micro_batch_size: int, accumulation: int, ranks: int
-) -> int:
-    """Return the optimizer steps of a run, as the Trainer of Transformers 5.17 counts them."""
+def optimizer_steps(settings: QATSettings, strategy: Strategy, samples: int) -> int:
+    """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
     if settings.max_steps is not None:
         return settings.max_steps
-    batches = -(-(-(-samples // micro_batch_size)) // ranks)
-    in_an_epoch = max(1, -(-batches // accumulation))
-    # `Trainer.set_initial_training_values` rounds up the product.
-    return -int(-(settings.epochs * in_an_epoch) // 1)
+    batches = ceil(ceil(samples / strategy.micro_batch_size) / strategy.data_parallel_size)
+    return ceil(settings.epochs * max(1, ceil(batches / strategy.gradient_accumulation_steps)))
 
 
 def _bit_schedule(text: str | None, faults: list[Fault]) -> BitSchedule:

@@ -27,7 +27,7 @@ from ..launched.report import (
 )
 from ..launched.settings import METRICS_FILE
 from ..markdown import table
-from .request import QATSettings
+from .request import TEACHERS_OWN, QATSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +50,8 @@ class RunResult:
     """The same of the trained model with the numbers of its checkpoint."""
     weight_difference: float
     """Largest difference between a weight of the trained model and that of the checkpoint."""
-    logit_difference: float | None
-    """Likewise between logits; `None` where the checkpoint was not reloaded."""
+    logit_difference: float
+    """Likewise between logits, the checkpoint being loaded in a fresh process."""
     steps: int
     """Optimizer steps of the whole training."""
     step_seconds: float
@@ -157,7 +157,7 @@ def recovered(result: RunResult) -> float | None:
 def file_names(settings: QATSettings) -> tuple[str, ...]:
     """Return the names of the files that a run leaves in its output directory, beside the plan's."""
     adapter = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
-    model = ("config.json", "model.safetensors", "tokenizer.json")
+    model = ("config.json", "model.safetensors", "tokenizer.json", "qat_report.json")
     beside = adapter if settings.method == "lora" and settings.lora == "on_quantized_base" else ()
     return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, *model, *beside)
 
@@ -170,7 +170,9 @@ def report_files(outcome: Outcome) -> dict[str, str | bytes]:
 def report(outcome: Outcome) -> str:
     """Return `REPORT.md`."""
     plan, result = outcome.plan, outcome.result
-    shown = outcome.settings.model_dump() | {"learning_rate": outcome.settings.base_learning_rate()}
+    left_out = () if outcome.settings.teacher else (*TEACHERS_OWN, "teacher_placement")
+    shown = outcome.settings.model_dump(exclude=set(left_out))
+    shown["learning_rate"] = outcome.settings.base_learning_rate()
     lines = [
         "# Quantization-aware training report",
         "",
@@ -198,13 +200,12 @@ def report(outcome: Outcome) -> str:
 def checkpoint_facts(outcome: Outcome) -> list[tuple[str, str]]:
     """Return what was written, and how it was proven to be what was trained."""
     scheme, result = outcome.scheme, outcome.result
-    logits = "not reloaded" if result.logit_difference is None else f"{result.logit_difference:g}"
     return [
         ("format", f"compressed-tensors, {scheme.format}"),
         ("weights", weights_sentence(scheme)),
         ("quantized matrices", f"{outcome.layers:,}"),
         ("largest difference of a weight, trained and exported", f"{result.weight_difference:g}"),
-        ("largest difference of a logit, trained and reloaded", logits),
+        ("largest difference of a logit, trained and reloaded", f"{result.logit_difference:g}"),
     ]
 
 
@@ -231,7 +232,8 @@ def model_card(outcome: Outcome) -> str:
         f"`{outcome.model}` trained on `{data.source}` with the numbers of this checkpoint in every forward pass: "
         f"{weights_sentence(outcome.scheme)}. {_objective(outcome)}",
         "",
-        "Transformers loads it with `compressed-tensors` installed, and vLLM as it is."
+        "Transformers loads it where `compressed-tensors` is installed; vLLM reads the format, and runs the bits and "
+        "group sizes that it has kernels for."
         + (" The trained adapter lies in `adapter`, for PEFT; without it the model is merely rounded." * adapter),
         "",
         f"On {data.evaluation_samples} held-out samples of the same dataset:",
@@ -265,13 +267,16 @@ def _stage_table(result: RunResult) -> list[str]:
 
 def _gap_sentence(result: RunResult) -> list[str]:
     share = recovered(result)
-    if share is None:
+    if share is None or result.dense is None or result.rounded is None:
         return []
-    assert result.dense is not None and result.rounded is not None, "a share is of both"
-    cost = result.rounded - result.dense
-    text = f"Rounding alone costs {number(cost)} nats a token; training has won back {100 * share:.0f} % of it"
-    beyond = ", the part beyond 100 % being what the model learned of this data" if share > 1 else ""
-    return [f"{text}{beyond}.", ""]
+    cost = f"Rounding alone costs {number(result.rounded - result.dense)} nats a token"
+    if share <= 1:
+        return [f"{cost}; training has won back {100 * share:.0f} % of it.", ""]
+    learned = "the trained model is better than the one before, because it has learned this data too"
+    return [
+        f"{cost}; {learned}. A fair comparison fine-tunes in full precision for as many steps, and rounds then.",
+        "",
+    ]
 
 
 def figure(outcome: Outcome) -> Figure:

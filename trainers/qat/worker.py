@@ -93,8 +93,8 @@ def _result(
         "dense": before[DENSE],
         "rounded": before[ROUNDED],
         "trained": trained,
-        "weight_difference": exported.weight_difference,
-        "logit_difference": exported.logit_difference,
+        "weight_difference": exported.largest_weight_difference,
+        "logit_difference": exported.largest_logit_difference,
         "peak_bytes": peak,
     } | step_facts(trainer, recorder, job)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 LOGITS, FACTS = "reloaded.safetensors", "reloaded.json"
 
@@ -13,10 +14,9 @@ def main(directory: str, work: str, device: str) -> None:
     """Load the checkpoint, run the probe, and write logits and what was missing or left over."""
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
 
     probe = load_file(str(Path(work) / "probe.safetensors"))
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, found = _model_class(directory).from_pretrained(
         directory,
         dtype="auto",
         device_map={"": device},
@@ -36,6 +36,18 @@ def main(directory: str, work: str, device: str) -> None:
         key: sorted(map(str, found.get(key) or ())) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
     (Path(work) / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _model_class(directory: str) -> Any:
+    """Return what loads a causal LM; for others, such as classifiers, the class that the checkpoint names."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    stated = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False).architectures or [""]
+    causal = {name for found in CAUSAL.values() for name in ((found,) if isinstance(found, str) else found)}
+    if stated[0] in causal:
+        return transformers.AutoModelForCausalLM
+    return getattr(transformers, stated[0], transformers.AutoModelForCausalLM)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,327 @@
+"""`shardwright qat` in this process: bad input, dry runs, reports, and whole runs of one rank without a launch."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Shell, shell_in
+from distilling import tiny
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.strategy import Strategy
+from shardwright.trainers.qat.request import QATSettings, combination_faults, optimizer_steps, qat_config
+from shardwright.trainers.qat.run import calibration_batches
+from shardwright.trainers.qat.run_report import (
+    Outcome,
+    RunResult,
+    figure,
+    model_card,
+    recovered,
+    report,
+    weights_sentence,
+)
+
+VOCAB = 300
+DATA = ("--dataset", "python-help#8", "--seq-len", 32)
+OUT = ("--output-dir", "out")
+
+
+@pytest.fixture
+def qat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
+    """Run the command in an empty directory."""
+    return shell_in(tmp_path, "qat", capsys, monkeypatch)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Run the worker here in place of a launch, and return the commands that would have been launched."""
+    from shardwright.trainers.launched import launch
+    from shardwright.trainers.launched.ranks import run_rank
+    from shardwright.trainers.qat.request import QATJob
+    from shardwright.trainers.qat.worker import train_quantized
+
+    commands: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], **how: Any) -> None:
+        commands.append(command)
+        if run_rank(command[-2:], QATJob, train_quantized):
+            raise launch.LaunchFailedError("the rank failed", output="", exit_code=1)
+
+    monkeypatch.setattr(launch, "run", run)
+    return commands
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return directories of a model, one whose head is tied, a mixture, and models that cannot be trained so."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+    for name, changes in (
+        ("model", {"hidden": 128}),
+        ("tied", {"hidden": 128, "tie_word_embeddings": True}),
+        ("narrow", {"hidden": 48}),
+    ):
+        made[name] = root / name
+        tiny("llama", vocab_size=VOCAB, max_position_embeddings=64, **changes).to(torch.bfloat16).save_pretrained(
+            made[name]
+        )
+    made["conv1d"] = root / "conv1d"
+    tiny("gpt2", vocab_size=VOCAB).save_pretrained(made["conv1d"])
+    for name in ("unsafe", "quantized"):
+        made[name] = root / name
+        shutil.copytree(made["model"], made[name])
+    (made["unsafe"] / "model.safetensors").unlink()
+    (made["unsafe"] / "pytorch_model.bin").write_bytes(b"pickle")
+    config = json.loads((made["quantized"] / "config.json").read_text())
+    (made["quantized"] / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "compressed-tensors"}})
+    )
+    return made
+
+
+def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+    found = qat(models["model"], *OUT, *DATA, "--dry-run", "--format", "json", "--scheme", "w8a8-static")
+    assert found.code == 0, found.err
+    shown = json.loads(found.out)
+    assert not list(tmp_path.iterdir())
+    assert shown["plan"]["hardware"]["name"] == "2xCPU" and shown["plan"]["chosen"].get("teacher") is None
+    assert shown["scheme"]["format"] == "int-quantized" and shown["calibration"] is True
+    assert len(shown["layers"]) == 14 and not any("lm_head" in name for name in shown["layers"])
+    assert {"out/REPORT.md", "out/qat.png", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
+    human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--method", "lora", "--asymmetric")
+    assert human.code == 0, human.err
+    assert "layers: 14 are quantized" in human.out and "calibration: none needed" in human.out
+    assert "LoRA" in human.out or "lora" in human.out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--scheme", "W9A16"), "scheme = 'W9A16': names no quantization scheme"),
+        (("--scheme", "FP8_DYNAMIC"), "scheme = 'FP8_DYNAMIC': has floating-point codes"),
+        (("--scheme", "NF4"), "scheme = 'NF4': has floating-point codes or a format of its own"),
+        (("--group-size", 48), "group_size = 48: must divide the inputs of every layer"),
+        (("--ignore", "model.layers.0.mlp"), "matches no linear layer"),
+        (("--start-step", 5, "--max-steps", 5), "start_step = 5: training ends at step 5, before anything is rounded"),
+        (("--start-step", 50, "--epochs", 0.1), "before anything is rounded"),
+        (("--bit-schedule", "0:8,9:4", "--max-steps", 9), "bit_schedule = '9:4': training ends at step 9"),
+        (("--bit-schedule", "0:8,4"), "must be STEP:BITS pairs separated by commas, and '4' is none"),
+        (("--bit-schedule", "0:8,4:3"), "must end at the 4 bits"),
+        (("--weight-rule", "ternary"), "use scheme W2A16"),
+        (("--ranges", "learned"), "needs stored ranges of activations"),
+        (("--alpha", 0.5), "alpha = 0.5: belongs to a teacher; add --teacher self"),
+        (("--teacher", "self", "--alpha", 3), "alpha = 3.0: from 0 to 1"),
+        (("--teacher", "self", "--teacher-placement", "cached"), "answers of a cached teacher are for `distill`"),
+        (("--teacher", "nowhere"), "nowhere"),
+        (("--lora", "merged"), "lora = 'merged': needs adapters; add --method lora"),
+        (("--seq-len", 1), "seq_len = 1"),
+        (("--resume",), "output_dir = 'out': holds no checkpoint to resume from"),
+        (("--hardware", "8xA100-80GB"), "needs 8 x A100-80GB on 1 node(s)"),
+        (("--strategy", "zero9"), "zero9"),
+    ],
+)
+def test_bad_input_is_told_before_launch_and_writes_nothing(
+    qat: Shell, models: dict[str, Path], tmp_path: Path, more: Any, said: str
+) -> None:
+    found = qat(models["model"], *OUT, *DATA, *more)
+    assert (found.code, found.out) == (2, ""), found.err
+    assert said in found.err and "Traceback" not in found.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "code", "said"),
+    [
+        ("tied", ("--ignore", "re:.*q_proj"), 2, "lm_head: shares its weight with the token embedding"),
+        ("narrow", (), 2, "does not divide those of model.layers.0.self_attn.q_proj (48)"),
+        ("conv1d", (), 2, "has no linear layers"),
+        ("unsafe", (), 4, "such files can run code"),
+        ("quantized", (), 4, "is quantized already (compressed-tensors)"),
+    ],
+)
+def test_models_that_cannot_be_trained_so(
+    qat: Shell, models: dict[str, Path], tmp_path: Path, model: str, more: Any, code: int, said: str
+) -> None:
+    found = qat(models[model], *OUT, *DATA, *more)
+    assert (found.code, found.out) == (code, ""), found.err
+    assert said in found.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_faults_are_told_at_once(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+    found = qat(
+        *(models["narrow"], "--output-dir", models["narrow"], "--force", "--scheme", "W4A16"),
+        *("--temperature", 0, "--dataset", "none.txt", "--hardware", "8xA100-80GB"),
+    )
+    told = "\n".join(found.errors)
+    for part in (
+        "is the model itself",
+        "temperature = 0.0: belongs to a teacher",
+        "temperature = 0.0: above 0",
+        "needs 8 x A100-80GB",
+        "group_size = 128: must divide",
+        "no such file or directory",
+    ):
+        assert part in told, part
+    assert found.code == 2 and not list(tmp_path.iterdir())
+
+
+def test_settings_come_from_a_file_and_flags(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "qat.yaml"
+    file.write_text("dataset: python-help#8\nscheme: W2A16\nseq-len: 16\nweight_rule: ternary\n")
+    found = qat(models["model"], *OUT, "--config", file, "--seq-len", 32, "--dry-run", "--format", "json")
+    assert found.code == 0, found.err
+    settings = json.loads(found.out)["settings"]
+    assert (settings["scheme"], settings["weight_rule"], settings["seq_len"]) == ("W2A16", "ternary", 32)
+    file.write_text("schem: W4A16\n")
+    assert any("did you mean scheme?" in fault for fault in qat(models["model"], *OUT, "--config", file).errors)
+
+
+def test_an_old_compression_file_is_answered_with_the_command(
+    qat: Shell, models: dict[str, Path], tmp_path: Path
+) -> None:
+    groups = {"w": {"params": {"start_bits": 8, "target_bits": 4, "quantization_period": 50}, "modules": ["*"]}}
+    shared = {"enabled": True, "quantization_type": "symmetric", "schedule_offset": 0, "quantize_groups": 1}
+    old = {
+        "train_batch_size": 8,
+        "compression_training": {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}},
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(old))
+    found = qat(models["model"], *OUT, *DATA, "--config", "ds_config.json")
+    assert found.code == 2 and "shardwright qat" in found.err and "compression_training" in found.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_whole_run_with_a_teacher_and_stored_ranges(
+    qat: Shell, one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = (
+        *(models["model"], *OUT, "--dataset", "python-help#8", "--seq-len", 32, "--scheme", "W8A8_STATIC"),
+        *("--teacher", "self", "--hardware", "1xCPU", "--evaluation-samples", 16, "--calibration-samples", 8),
+        *("--logging-steps", 1, "--save-steps", 2, "--learning-rate", 1e-3, "--format", "json"),
+    )
+    found = qat(*arguments, "--max-steps", 3)
+    assert found.code == 0, found.err
+    assert one_rank[0][-4:-1] == ["-m", "shardwright.trainers.qat.worker", "--settings"]
+    shown = json.loads(found.out)
+    assert (shown["weight_difference"], shown["logit_difference"]) == (0.0, 0.0)
+    nats = shown["cross_entropy"]
+    assert nats["dense"] != nats["rounded"] != nats["trained"]
+    out = tmp_path / "out"
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in steps] == [1, 2, 3] and all("kl_per_token" in entry for entry in steps)
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "int-quantized" and config["dtype"] == "bfloat16"
+    assert "in full precision, forward_kl with weight 1" in (out / "README.md").read_text()
+    assert f"{nats['trained']:.4f}" in (out / "REPORT.md").read_text()
+
+    other = qat(*arguments, "--max-steps", 5, "--resume", "--scheme", "W8A8")
+    assert other.code == 2 and "is not what the checkpoint was trained with" in other.err, other.err
+    assert len(one_rank) == 1
+    further = qat(*arguments, "--max-steps", 5, "--resume")
+    assert further.code == 0, further.err
+    resumed = json.loads(further.out)
+    assert resumed["steps"] == 5
+    assert resumed["cross_entropy"]["dense"] == nats["dense"]
+    assert resumed["cross_entropy"]["rounded"] == nats["rounded"]
+
+
+def test_numbers_that_are_asked_for() -> None:
+    settings = QATSettings(scheme="W4A16", bit_schedule="0:8, 100:4", symmetric=False, ignore="lm_head, re:.*q_proj")
+    config = qat_config(settings, stored_dtype="bfloat16")
+    assert config.bit_schedule == ((0, 8), (100, 4)) and config.stored_dtype == "bfloat16"
+    assert config.scheme.ignore == ("lm_head", "re:.*q_proj") and not config.scheme.weights.symmetric
+    with pytest.raises(UsageError) as caught:
+        qat_config(QATSettings(bit_schedule="x", group_size=0))
+    assert {fault.where for fault in caught.value.faults} == {"bit_schedule", "group_size"}
+    assert not combination_faults(QATSettings(dataset="x", teacher="self", alpha=0.5))
+
+
+def test_steps_are_counted_as_the_trainer_counts_them() -> None:
+    layout = Strategy(engine="ddp", data_parallel_size=2, micro_batch_size=3, gradient_accumulation_steps=2)
+    counts = {(25, 1.0): 3, (24, 1.0): 2, (25, 2.5): 8, (1, 0.5): 1}
+    for (samples, epochs), steps in counts.items():
+        assert optimizer_steps(QATSettings(epochs=epochs), layout, samples) == steps, (samples, epochs)
+    assert optimizer_steps(QATSettings(max_steps=7), layout, 25) == 7
+
+
+def test_ranges_are_found_without_padding() -> None:
+    samples = [{"input_ids": [1] * length, "labels": []} for length in (4, 4, 3, *[5] * 9)]
+    shapes = [tuple(batch["input_ids"].shape) for batch in calibration_batches(samples, "cpu")]
+    assert shapes == [(2, 4), (1, 3), (8, 5), (1, 5)]
+
+
+@pytest.fixture(scope="module")
+def outcome(models: dict[str, Path]) -> Outcome:
+    from shardwright.ds_configs.job import TrainingJob
+    from shardwright.plugins.planning import plan
+    from shardwright.trainers.datasets.samples import SampleStatistics
+
+    counts = dict.fromkeys(("rows", "empty_rows", "unlabelled_rows", "cut_rows", "train_samples"), 8)
+    tokens = {"train_tokens": 3200, "train_labels": 3200, "evaluation_samples": 16}
+    measured = {"weight_difference": 0.0, "logit_difference": 0.0, "peak_bytes": 3 * 10**9}
+    return Outcome(
+        settings=QATSettings(dataset="python-help"),
+        model="org/base",
+        teacher=None,
+        scheme=scheme_named("W8A8_STATIC"),
+        layers=14,
+        plan=plan(str(models["model"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32")),
+        statistics=SampleStatistics(source="python-help", kind="text", **counts, **tokens),
+        result=RunResult(
+            dense=3.0, rounded=3.4, trained=3.1, steps=5, step_seconds=2.0, tokens=3200, timed_tokens=1600, **measured
+        ),
+        metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}],
+        seconds=9.0,
+    )
+
+
+def test_the_report_holds_what_was_measured(outcome: Outcome) -> None:
+    text = report(outcome)
+    for part in (
+        f"| before, rounded to the nearest | 3.4000 | {math.exp(3.4):.4g} |",
+        "costs 0.4000 nats a token; training has won back 75 % of it.",
+        "800 tokens/s",
+        "3.0 GB of tensors",
+        "`learning_rate` | `2e-05`",
+        "8 bit, symmetric, a scale for each output channel; inputs 8 bit, with stored ranges",
+    ):
+        assert part in text, part
+    assert "`alpha`" not in text, "without a teacher its settings mean nothing"
+    card = model_card(outcome)
+    assert '- "org/base"' in card and "It learned from the data's own tokens." in card
+    taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
+    assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in model_card(taught)
+    bars, nats = figure(outcome).axes
+    assert [bar.get_height() for bar in bars.patches] == pytest.approx([math.exp(x) for x in (3.0, 3.4, 3.1)])
+    assert [line.get_ydata().tolist() for line in nats.get_lines()] == [[2.0, 1.0]]
+
+
+def test_a_gap_that_is_not_there_is_not_divided_by(outcome: Outcome) -> None:
+    assert recovered(outcome.result) == pytest.approx(0.75)
+    assert recovered(replace(outcome.result, rounded=None)) is None
+    assert recovered(replace(outcome.result, rounded=2.9)) is None
+    unmeasured = replace(outcome, result=replace(outcome.result, rounded=None))
+    assert "| before, rounded to the nearest | not measured | not measured |" in report(unmeasured)
+    better = replace(outcome, result=replace(outcome.result, trained=2.0))
+    assert "%" not in report(better).split("![")[0].split("## On")[1], (
+        "what it learned of the data is no share of a gap"
+    )
+
+
+def test_a_scheme_in_words() -> None:
+    words = {
+        "W4A16": "4 bit, symmetric, a scale for 128 weights",
+        "W2A16_ASYM": "2 bit, with zero points, a scale for 128 weights",
+        "W8A8": "8 bit, symmetric, a scale for each output channel; inputs 8 bit, by token",
+    }
+    assert {name: weights_sentence(scheme_named(name)) for name in words} == words

@@ -1,0 +1,331 @@
+"""Exports of quantization-aware training: the checkpoint is the trained model, to the bit, or there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.plugins.compressed_tensors import unpack_tensors, weight_codes, weight_scale_and_zero_point
+from shardwright.plugins.gathering import gathered_parameters
+from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.trainers.qat import export as export_module
+from shardwright.trainers.qat import export_files
+from shardwright.trainers.qat.attach import attachment_of
+from shardwright.trainers.qat.callback import QATCallback
+from shardwright.trainers.qat.export import export
+from shardwright.trainers.quantization import reload_worker, verify
+
+VOCAB_SIZE, SEQ_LEN = 300, 32
+ROWS = [[(row * 37 + place * 11 + place * place) % VOCAB_SIZE for place in range(SEQ_LEN)] for row in range(12)]
+PROBE = [ROWS[0], ROWS[5][:7]]
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def small_config(**changes) -> LlamaConfig:
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaConfig(**(sizes | heads | {"initializer_range": 0.05, "bos_token_id": None} | changes))
+
+
+def small_model(dtype=torch.float32, *, made_by=LlamaForCausalLM, **changes):
+    set_seed(0)
+    return made_by._from_config(small_config(**changes), dtype=dtype)
+
+
+def trained(model, scheme, directory, *, labels=None, callback_options=None, **changes):
+    """Three steps with the stock Trainer."""
+    arguments = TrainingArguments(
+        output_dir=str(directory / "training"),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **changes,
+    )
+    samples = [{"input_ids": row, "labels": row if labels is None else labels} for row in ROWS]
+    callback = QATCallback(scheme, **(callback_options or {}))
+    trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])
+    trainer.train()
+    return trainer, callback
+
+
+@pytest.fixture
+def reload_here(monkeypatch):
+    """Reload checkpoints in this process: a fresh one takes seconds to start."""
+
+    def run(command, **_):
+        reload_worker.main(*command[3:])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(verify.subprocess, "run", run)
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+@torch.inference_mode()
+def logits(model, rows=PROBE):
+    return [model.eval()(input_ids=torch.tensor([row])).logits[0].float() for row in rows]
+
+
+def assert_is_trained_model(trainer, directory):
+    """Loaded by Transformers as a user does, it answers as the live model does, with no tensor missing or left over."""
+    model, found = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    assert not any(found.values())
+    for reloaded, live in zip(logits(model), logits(trainer.model), strict=True):
+        assert torch.equal(reloaded, live)
+    return model
+
+
+CASES = {
+    "W4A16": ("W4A16", torch.bfloat16, {}),
+    "asymmetric": ("W4A16_ASYM", torch.float32, {}),
+    "W8A8": ("W8A8", torch.bfloat16, {}),
+    "W8A8, fp32": ("W8A8", torch.float32, {}),
+    "static": ("W8A8_STATIC", torch.bfloat16, {"ranges": "moving_average"}),
+    "W2A16": ("W2A16", torch.bfloat16, {}),
+    "W3A16": ("W3A16", torch.float32, {}),
+    "learned": ("W4A16_ASYM", torch.float32, {"weight_rule": "learned"}),
+    "learned inputs": ("W8A8_STATIC", torch.float32, {"ranges": "learned", "calibration": "rows"}),
+    "ternary": ("W2A16", torch.bfloat16, {"weight_rule": "ternary"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
+    scheme, dtype, options = CASES[case]
+    if "calibration" in options:
+        options = options | {"calibration": [{"input_ids": torch.tensor(ROWS[:4])}]}
+    trainer, callback = trained(small_model(dtype), scheme, tmp_path, callback_options=options)
+    result = callback.export(trainer, tmp_path / "out", probe=PROBE)
+    assert result.largest_weight_difference == 0.0
+    assert result.largest_logit_difference == 0.0
+    assert result.quantized_layers == result.verification.packed_layers == 14
+    model = assert_is_trained_model(trainer, tmp_path / "out")
+    own = dict(trainer.model.named_modules())[Q_PROJ]
+    rounding = own.quantizer.rounding().weight
+    learned = [getattr(own, name, None) for name in ("learned_weight_scale", "learned_weight_zero_point")]
+    from shardwright.trainers.qat.rounding import round_weight
+
+    seen = round_weight(own.weight.detach(), rounding, *learned).value(rounding)
+    assert torch.equal(dict(model.named_modules())[Q_PROJ].weight.detach(), seen)
+    assert not any("learned" in name for name in stored(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("scheme", "ranges"), [("W4A16", "calibrated"), ("W8A8_STATIC", "minmax")])
+def test_fresh_process_proves_the_checkpoint(scheme, ranges, tmp_path):
+    """Weights of fp32 whose scales are rounded to bf16, as mixed precision trains them."""
+    options = {"stored_dtype": "bfloat16", "ranges": ranges}
+    trainer, callback = trained(small_model(), scheme, tmp_path, callback_options=options)
+    tokenizer = byte_tokenizer(VOCAB_SIZE)
+    result = callback.export(trainer, tmp_path / "out", tokenizer=tokenizer)
+    assert (result.largest_weight_difference, result.largest_logit_difference) == (0.0, 0.0)
+    report = json.loads((tmp_path / "out" / "qat_report.json").read_text())
+    assert report["largest_weight_difference"] == report["verification"]["largest_logit_difference"] == 0.0
+    assert report["trained_steps"] == 3
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_rounding_the_trained_weights_again_gives_other_codes(tmp_path):
+    """Why codes are packed as they were trained: tools that convert a saved model divide in its 16-bit type."""
+    options = {"stored_dtype": "bfloat16"}
+    trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options=options)
+    callback.export(trainer, tmp_path / "out", verify=False)
+    scheme = callback.attachment.scheme
+    layer = unpack_tensors(Q_PROJ, stored(tmp_path / "out"), scheme)
+    weight = trainer.model.get_submodule(Q_PROJ).weight.detach().to(torch.bfloat16)
+    scale, _ = weight_scale_and_zero_point(weight, scheme.weights)
+    assert (weight_codes(weight, scale, None, scheme.weights) != layer.codes).any()
+
+
+def test_tied_head_biases_and_shards(tmp_path, reload_here, monkeypatch):
+    monkeypatch.setattr(export_files, "_SHARD_SIZE", "60KB")
+    model = small_model(torch.bfloat16, tie_word_embeddings=True, attention_bias=True)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.bias.normal_()
+    trainer, callback = trained(model, "W4A16", tmp_path)
+    result = callback.export(trainer, tmp_path / "out")
+    assert (result.largest_weight_difference, result.largest_logit_difference) == (0.0, 0.0)
+    assert_is_trained_model(trainer, tmp_path / "out")
+    tensors = stored(tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors)
+    assert len(set(index["weight_map"].values())) > 2
+    assert "lm_head.weight" not in tensors
+    assert tensors[f"{Q_PROJ}.bias"].dtype == torch.bfloat16
+    assert result.stored_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_merged_lora_is_what_was_trained(tmp_path, reload_here):
+    """Adapters on rounded layers, and on the head, which stays dense."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "down_proj", "lm_head"]
+    adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=["norm"])
+    model = get_peft_model(small_model(), adapter)
+    trainer, callback = trained(model, "W4A16", tmp_path)
+    result = callback.export(trainer, tmp_path / "out", probe=PROBE)
+    assert (result.largest_weight_difference, result.largest_logit_difference) == (0.0, 0.0)
+    plain = set(small_model().state_dict())
+    names = {name.replace("weight_packed", "weight") for name in stored(tmp_path / "out")}
+    assert {name for name in names if not name.endswith(("_scale", "_shape"))} == plain
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for own, live in zip(logits(reloaded), logits(trainer.model), strict=True):
+        # The head's adapter is merged too, and its sum is rounded once instead of twice.
+        torch.testing.assert_close(own, live, rtol=0, atol=1e-5)
+
+
+def test_adapter_beside_a_quantized_base(tmp_path, reload_here):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(small_model(), adapter)
+    trainer, callback = trained(model, "W4A16", tmp_path, callback_options={"lora": "on_quantized_base"})
+    result = callback.export(trainer, tmp_path / "out", probe=PROBE)
+    assert (result.largest_weight_difference, result.largest_logit_difference) == (0.0, 0.0)
+    assert not any("lora" in name for name in stored(tmp_path / "out"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    logits(base)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    for own, live in zip(logits(loaded), logits(trainer.model), strict=True):
+        assert torch.equal(own, live)
+
+
+def test_classifier_is_proven_by_its_own_class(tmp_path, reload_here):
+    model = small_model(made_by=LlamaForSequenceClassification, num_labels=3, pad_token_id=0)
+    trainer, callback = trained(model, "W4A16", tmp_path, labels=1)
+    result = callback.export(trainer, tmp_path / "out")
+    assert (result.largest_weight_difference, result.largest_logit_difference) == (0.0, 0.0)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+
+
+def test_checkpoint_that_differs_is_kept_aside(tmp_path, reload_here, monkeypatch):
+    trainer, callback = trained(small_model(), "W4A16", tmp_path)
+
+    def write(tensors, directory):
+        tensors = dict(tensors)
+        tensors[f"{Q_PROJ}.weight_scale"] = tensors[f"{Q_PROJ}.weight_scale"] * 1.01
+        export_files.write_weights(tensors, directory)
+
+    monkeypatch.setattr(export_module, "write_weights", write)
+    with pytest.raises(ShardwrightError, match=r"written matrices differ .* by .*; reloaded logits differ"):
+        callback.export(trainer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert "differ" in (tmp_path / "out.failed" / "FAILED.txt").read_text()
+
+
+def test_untrained_models_are_refused(tmp_path):
+    model = small_model()
+    callback = QATCallback("W8A8_STATIC", bit_schedule=())
+    attachment = callback.prepare(None, model)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError) as caught:
+        export(model, attachment, tmp_path / "out", dtype=torch.float16)
+    told = str(caught.value)
+    assert "was never trained with the 8 bits of W8A8_STATIC" in told
+    assert "14 of 14 have no value" in told
+    assert "scales were rounded to torch.float32" in told
+    assert "exists and is not empty" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_delayed_or_annealed_rounding_that_was_not_reached_is_refused(tmp_path):
+    options = {"bit_schedule": ((0, 8), (2, 4))}
+    trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options=options)
+    state = callback.attachment.state
+    assert state.was_enabled
+    state.bits = 8
+    with pytest.raises(UsageError, match="8 bits.*has not come to the 4 bits of W4A16"):
+        callback.export(trainer, tmp_path / "out")
+    state.bits, state.trained_steps = 4, 0
+    with pytest.raises(UsageError, match="was never trained"):
+        callback.export(trainer, tmp_path / "out")
+
+
+def test_numbers_that_are_not_finite_are_named(tmp_path):
+    trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options={"stored_dtype": "float16"})
+    layers = trainer.model.model.layers
+    with torch.no_grad():
+        layers[0].self_attn.q_proj.weight[0, 0] = float("nan")
+        # Finite, but beyond the largest fp16 number.
+        layers[1].mlp.up_proj.weight[0, 0] = 1e7
+        layers[1].input_layernorm.weight[0] = 1e6
+    with pytest.raises(RefusedInputError) as caught:
+        callback.export(trainer, tmp_path / "out")
+    told = str(caught.value)
+    assert "3 tensors with NaN or infinite numbers" in told
+    assert f"{Q_PROJ}.weight" in told
+    assert "model.layers.1.mlp.up_proj.weight_scale" in told
+    assert "model.layers.1.input_layernorm.weight" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_directory_is_replaced_only_by_force(tmp_path):
+    trainer, callback = trained(small_model(), "W4A16", tmp_path)
+    place = tmp_path / "out"
+    place.write_text("a file")
+    with pytest.raises(UsageError, match="is a file"):
+        callback.export(trainer, place, verify=False)
+    place.unlink()
+    callback.export(trainer, place, verify=False)
+    (place / "model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError, match="output_dir.*force=True"):
+        callback.export(trainer, place, verify=False)
+    result = callback.export(trainer, place, verify=False, force=True)
+    assert result.verification is None
+    assert result.largest_logit_difference is None
+    assert [path.name for path in place.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_source_gives_tokenizer_and_generation_settings(tmp_path):
+    model = small_model()
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(tmp_path / "source")
+    byte_tokenizer(VOCAB_SIZE).save_pretrained(tmp_path / "source")
+    trainer, callback = trained(small_model(), "W4A16", tmp_path)
+    callback.export(trainer, tmp_path / "out", verify=False, source=tmp_path / "source")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 17
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    with pytest.raises(UsageError, match="is the model that was trained itself"):
+        callback.export(trainer, tmp_path / "source", verify=False, source=tmp_path / "source", force=True)
+
+
+def test_gathering_follows_the_state_dict():
+    model = small_model(tie_word_embeddings=True)
+    found = dict(gathered_parameters(model))
+    state = model.state_dict()
+    assert list(found) == [name for name in state if name != "lm_head.weight"]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+    assert attachment_of(model) is None
