@@ -121,9 +121,8 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
         (("--alpha", 0.5), "alpha = 0.5: belongs to a teacher; add --teacher self"),
         (("--teacher", "self", "--alpha", 3), "alpha = 3.0: from 0 to 1"),
         (("--teacher", "self", "--teacher-placement", "cached"), "answers of a cached teacher are for `distill`"),
-        (("--teacher", "nowhere"), "nowhere"),
         (("--lora", "merged"), "lora = 'merged': needs adapters; add --method lora"),
-        (("--seq-len", 1), "seq_len = 1"),
+        (("--micro-batch-size", 3, "--global-batch-size", 32), "global_batch_size"),
         (("--resume",), "output_dir = 'out': holds no checkpoint to resume from"),
         (("--hardware", "8xA100-80GB"), "needs 8 x A100-80GB on 1 node(s)"),
         (("--strategy", "zero9"), "zero9"),
@@ -141,9 +140,9 @@ def test_bad_input_is_told_before_launch_and_writes_nothing(
 @pytest.mark.parametrize(
     ("model", "more", "code", "said"),
     [
-        ("tied", ("--ignore", "re:.*q_proj"), 2, "lm_head: shares its weight with the token embedding"),
+        ("tied", ("--ignore", "re:.*q_proj"), 2, "targets = 'lm_head': shares its weight with the token embedding"),
         ("narrow", (), 2, "does not divide those of model.layers.0.self_attn.q_proj (48)"),
-        ("conv1d", (), 2, "has no linear layers"),
+        ("conv1d", (), 2, "leaves no layer to quantize"),
         ("unsafe", (), 4, "such files can run code"),
         ("quantized", (), 4, "is quantized already (compressed-tensors)"),
     ],
@@ -154,6 +153,12 @@ def test_models_that_cannot_be_trained_so(
     found = qat(models[model], *OUT, *DATA, *more)
     assert (found.code, found.out) == (code, ""), found.err
     assert said in found.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_teacher_without_safetensors_is_refused(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+    found = qat(models["model"], *OUT, *DATA, "--teacher", models["unsafe"])
+    assert found.code == 4 and "weights are read from safetensors only" in found.err
     assert not list(tmp_path.iterdir())
 
 
@@ -201,38 +206,48 @@ def test_an_old_compression_file_is_answered_with_the_command(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_whole_run_with_a_teacher_and_stored_ranges(
-    qat: Shell, one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path
+def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
+    qat: Shell,
+    one_rank: list[Sequence[str]],
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from shardwright.trainers.qat.callback import QATCallback
+
     arguments = (
-        *(models["model"], *OUT, "--dataset", "python-help#8", "--seq-len", 32, "--scheme", "W8A8_STATIC"),
-        *("--teacher", "self", "--hardware", "1xCPU", "--evaluation-samples", 16, "--calibration-samples", 8),
-        *("--logging-steps", 1, "--save-steps", 2, "--learning-rate", 1e-3, "--format", "json"),
+        *(models["model"], *OUT, "--dataset", "python-help#8", "--seq-len", 32, "--teacher", "self"),
+        *("--hardware", "1xCPU", "--evaluation-samples", 16, "--calibration-samples", 8, "--logging-steps", 1),
+        *("--save-steps", 2, "--learning-rate", 1e-3, "--format", "json"),
     )
-    found = qat(*arguments, "--max-steps", 3)
-    assert found.code == 0, found.err
-    assert one_rank[0][-4:-1] == ["-m", "shardwright.trainers.qat.worker", "--settings"]
-    shown = json.loads(found.out)
-    assert (shown["weight_difference"], shown["logit_difference"]) == (0.0, 0.0)
-    nats = shown["cross_entropy"]
-    assert nats["dense"] != nats["rounded"] != nats["trained"]
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(QATCallback, "export", interrupt)
+        assert qat(*arguments, "--scheme", "W8A8_STATIC", "--max-steps", 3).code == 130
+    assert list(one_rank[0][-4:-1]) == ["-m", "shardwright.trainers.qat.worker", "--settings"]
     out = tmp_path / "out"
+    state = json.loads((out / "checkpoints" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert not (out / "config.json").exists()
+
+    other = qat(*arguments, "--scheme", "W8A8", "--max-steps", 4, "--resume")
+    assert other.code == 2 and "is not what the checkpoint was trained with" in other.err, other.err
+    assert len(one_rank) == 1
+    found = qat(*arguments, "--scheme", "W8A8_STATIC", "--max-steps", 4, "--resume")
+    assert found.code == 0, found.err
+    shown = json.loads(found.out)
+    assert shown["steps"] == 4 and (shown["weight_difference"], shown["logit_difference"]) == (0.0, 0.0)
+    nats, first = shown["cross_entropy"], state["log_history"][0]
+    assert (nats["dense"], nats["rounded"]) == (first["dense_cross_entropy"], first["rounded_cross_entropy"])
+    assert len(set(nats.values())) == 3
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in steps] == [1, 2, 3] and all("kl_per_token" in entry for entry in steps)
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4] and all("kl_per_token" in entry for entry in steps)
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["format"] == "int-quantized" and config["dtype"] == "bfloat16"
     assert "in full precision, forward_kl with weight 1" in (out / "README.md").read_text()
     assert f"{nats['trained']:.4f}" in (out / "REPORT.md").read_text()
 
-    other = qat(*arguments, "--max-steps", 5, "--resume", "--scheme", "W8A8")
-    assert other.code == 2 and "is not what the checkpoint was trained with" in other.err, other.err
-    assert len(one_rank) == 1
-    further = qat(*arguments, "--max-steps", 5, "--resume")
-    assert further.code == 0, further.err
-    resumed = json.loads(further.out)
-    assert resumed["steps"] == 5
-    assert resumed["cross_entropy"]["dense"] == nats["dense"]
-    assert resumed["cross_entropy"]["rounded"] == nats["rounded"]
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_numbers_that_are_asked_for() -> None:
@@ -247,7 +262,7 @@ def test_numbers_that_are_asked_for() -> None:
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:
-    layout = Strategy(engine="ddp", data_parallel_size=2, micro_batch_size=3, gradient_accumulation_steps=2)
+    layout = Strategy(engine="ddp", dp_replicate=2, micro_batch_size=3, gradient_accumulation_steps=2)
     counts = {(25, 1.0): 3, (24, 1.0): 2, (25, 2.5): 8, (1, 0.5): 1}
     for (samples, epochs), steps in counts.items():
         assert optimizer_steps(QATSettings(epochs=epochs), layout, samples) == steps, (samples, epochs)

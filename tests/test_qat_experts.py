@@ -14,7 +14,7 @@ from saved_tensors import saved_storages
 from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.layers import LinearLayer, selected_layers
-from shardwright.ds_configs.quantization.mixtures import expert_scheme, mixture_quantization_config
+from shardwright.ds_configs.quantization.mixtures import expert_scheme, mixture_quantization_config, mixture_remarks
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
 from shardwright.plugins.compressed_tensors import dequantize, pack_tensors
 from shardwright.trainers.qat.attach import attach
@@ -260,6 +260,14 @@ FAMILIES = {
         },
         "model.layers.1.mlp.experts.3.down_proj",
     ),
+    "NemotronH": (
+        {
+            **SMALL,
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            **{"moe_shared_expert_intermediate_size": 16, "hybrid_override_pattern": "E*E"},
+        },
+        "backbone.layers.2.mixer.experts.3.down_proj",
+    ),
 }
 
 
@@ -320,8 +328,8 @@ def test_zero_points_and_adapters_of_experts_are_refused():
     with pytest.raises(UsageError, match="24 matrices of experts would have zero points"):
         attach(model, QATConfig(scheme=scheme))
     adapted = get_peft_model(model, LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
-    (fault,) = experts_faults(adapted, changed(scheme_named("W4A16"), group_size=16))
-    assert "adapters" in fault.rule
+    (fault,) = experts_faults(adapted, replace(scheme, ignore=("lm_head", "re:.*experts")))
+    assert "adapters" in fault.rule and "ignore" not in fault.fix
 
 
 def test_names_through_peft():
@@ -352,6 +360,8 @@ def test_schemes_that_round_inputs_pack_experts_in_a_group_of_their_own():
     assert mixture_quantization_config(scheme, layers[:1])["config_groups"]["group_0"]["targets"] == ["Linear"]
     assert mixture_quantization_config(scheme, layers[1:])["format"] == "pack-quantized"
     assert mixture_quantization_config(scheme_named("W4A16"), layers)["format"] == "pack-quantized"
+    assert "1 matrices of experts" in mixture_remarks(scheme, layers)[0]
+    assert not mixture_remarks(scheme, layers[:1]) + mixture_remarks(scheme_named("W4A16"), layers)
     assert expert_scheme(scheme_named("W4A16")) is scheme_named("W4A16")
 
 
@@ -409,21 +419,19 @@ EXPORTED = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": MIXTURE}
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "dtype"),
+    ("name", "scheme", "dtype", "options"),
     [
-        ("Mixtral", "W4A16", torch.float32),
-        ("Qwen3Moe", "W4A16", torch.bfloat16),
-        ("Mixtral", "W2A16", torch.bfloat16),
-        ("Qwen3Moe", "W3A16", torch.float32),
-        ("Mixtral", "W8A8", torch.bfloat16),
-        ("Qwen3Moe", "W8A8", torch.float32),
-        ("Mixtral", "W4A8", torch.float32),
+        ("Mixtral", "W4A16", torch.float32, {}),
+        ("Qwen3Moe", "W4A16", torch.bfloat16, {}),
+        ("Mixtral", "W2A16", torch.bfloat16, {}),
+        ("Qwen3Moe", "W8A8", torch.float32, {}),
+        ("Mixtral", "W8A8_STATIC", torch.bfloat16, {"ranges": "moving_average"}),
     ],
 )
-def test_reloaded_checkpoint_is_what_was_trained(name, scheme, dtype, tmp_path):
+def test_reloaded_checkpoint_is_what_was_trained(name, scheme, dtype, options, tmp_path):
     model = family(name, dtype, **EXPORTED[name])
     before = model.state_dict()["model.layers.1.mlp.experts.down_proj"].clone()
-    attachment = trained(model, scheme, tmp_path / "run")
+    attachment = trained(model, scheme, tmp_path / "run", **options)
     module = model.model.layers[1].mlp.experts
     assert not torch.equal(module.down_proj, before), "experts were not trained"
     write_checkpoint(model, attachment, tmp_path)

@@ -300,6 +300,17 @@ def test_a_moved_range_leaves_saved_tensors_alone():
     assert float(weight.grad) == pytest.approx(1 / 127.5) and float(found.scale) > 0.7
 
 
+def test_ranges_found_in_inference_mode_can_be_trained_with():
+    found = range_of("minmax")
+    with torch.inference_mode():
+        found.observe(torch.tensor([[1.0]]))
+        synchronise([found])
+        found.on(torch.device("cpu"))
+    weight = torch.ones(1, requires_grad=True)
+    (weight * found.scale).backward()
+    assert float(weight.grad) == pytest.approx(1 / 127.5)
+
+
 # --- gradient checkpointing, records ---------------------------------------------------------------------------------
 
 

@@ -62,3 +62,12 @@ def mixture_quantization_config(
         others = replace(scheme, targets=(rf"re:(?:.*\.)?(?:{'|'.join(endings)})$",))
         groups["group_1"] = config_group(others)
     return {**found, "format": "mixed-precision" if endings else experts.format, "config_groups": groups}
+
+
+def mixture_remarks(scheme: QuantizationScheme, layers: Iterable[LinearLayer]) -> list[str]:
+    """Return what a user must know of experts that are stored otherwise than the scheme says."""
+    experts = sum(layer.is_expert for layer in layers)
+    if not experts or scheme.activations is None:
+        return []
+    kept = f"{experts} matrices of experts are packed with {scheme.weights.bits}-bit weights and keep 16-bit inputs"
+    return [f"{kept}: Transformers 5.17 loads experts in no other form"]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+import faulthandler; faulthandler.dump_traceback_later(45, exit=True)
 from typing import Any
 
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run

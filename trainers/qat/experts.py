@@ -26,8 +26,9 @@ from .layers import LayerQuantizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Parameters of gated experts, and the matrices of a checkpoint that lie below one another in each."""
+_GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PLAIN = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""Parameters of experts with and without a gate, and the matrices of a checkpoint that lie below one another in each."""
 
 
 def is_fused_experts(module: Any) -> bool:
@@ -44,17 +45,16 @@ def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
         model: Transformers model, with PEFT around it or not.
         name: Of the module in the model.
     """
-    module = model.get_submodule(name)
-    if _unfit(model, name):
+    module, names = model.get_submodule(name), _checkpoint_names(model, name)
+    if _unfit(module, name, names):
         shapes = {each: _shape(parameter) for each, parameter in module.named_parameters(recurse=False)}
         return tuple(
             _layer(f"{name}.{each}", *(reversed(shape[1:]) if module.is_transposed else shape[1:]))
             for each, shape in shapes.items()
             if len(shape) == 3
         )
-    names = _checkpoint_names(model, name)
     layers = []
-    for parameter, matrices in _MATRICES.items():
+    for parameter, matrices in _matrices(module).items():
         experts, rows, columns = _shape(getattr(module, parameter))
         layers += [
             _layer(names[f"{expert}.{matrix}"], rows // len(matrices), columns)
@@ -66,22 +66,19 @@ def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
 
 def experts_faults(model: Any, scheme: QuantizationScheme) -> list[Fault]:
     """Return why the experts of a model cannot be trained with the numbers of a scheme, all together."""
-    unfit: dict[str, list[str]] = {}
+    unfit: dict[tuple[str, str], list[str]] = {}
     partial = []
     for name, module in model.named_modules():
         if not is_fused_experts(module):
             continue
-        layers = expert_linear_layers(model, name)
+        names, layers = _checkpoint_names(model, name), expert_linear_layers(model, name)
         chosen = selected_layers(scheme, layers)
-        reason = _unfit(model, name)
-        if reason and chosen:
-            unfit.setdefault(f"{type(module).__name__} {reason}", []).append(name)
+        reason = _unfit(module, name, names)
+        if reason and (chosen or names):
+            unfit.setdefault((f"{type(module).__name__} {reason}", _way_out(name, names)), []).append(name)
         elif not reason and len(chosen) < len(layers):
             partial.append(name)
-    faults = [
-        Fault(where="experts", value=_shown(names), rule=rule, fix="add re:.*experts to ignore: they stay dense")
-        for rule, names in unfit.items()
-    ]
+    faults = [Fault(where="experts", value=_shown(places), rule=rule, fix=fix) for (rule, fix), places in unfit.items()]
     if partial:
         rule = (
             "are left out, wholly or in part: Transformers 5.17 finds no dense experts in a packed checkpoint, and "
@@ -114,12 +111,15 @@ class FakeQuantizedExperts:
     """What a fused experts class becomes: its forward pass computes with the numbers of the checkpoint."""
 
     quantizers: dict[str, LayerQuantizer]
-    consumed = tuple(_MATRICES)
-    """Own parameters that the packed form takes the place of."""
-    gate_up_proj: Any
-    down_proj: Any
     num_experts: int
+    has_gate: bool
+    act_fn: Callable[[Tensor], Tensor]
     _apply_gate: Callable[[Tensor], Tensor]
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """Own parameters that the packed form takes the place of."""
+        return tuple(_matrices(self))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of every token's experts [N, H]; plain where rounding has not begun.
@@ -135,28 +135,31 @@ class FakeQuantizedExperts:
         if not quantizer.state.enabled:
             plain: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
             return plain
-        self._note_dtype(self.gate_up_proj.dtype)
+        (into, matrices), (out_of, _) = _matrices(self).items()
+        into_weight, out_weight = getattr(self, into), getattr(self, out_of)
+        self._note_dtype(into_weight.dtype)
         weight = quantizer.rounding().weight
         tokens_S, weights_S, ends = _by_expert(top_k_index, top_k_weights, self.num_experts)
-        inner_S2F = grouped_fake_quantized_linear(
-            hidden_states[tokens_S], ends, self.gate_up_proj, GroupedRounding(weight=weight, matrices=2)
-        )
         sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
-        # Tails of vectors are computed by other instructions: gating all rows at once would change last bits.
-        inner_SF = torch.cat([self._apply_gate(part) for part in inner_S2F.split(sizes)])
-        answers_SH = grouped_fake_quantized_linear(inner_SF, ends, self.down_proj, GroupedRounding(weight=weight))
-        answers_SH = (answers_SH * weights_S[:, None]).to(hidden_states.dtype)
-        summed_NH = torch.zeros_like(hidden_states)
+        inner = GroupedRounding(weight=weight, matrices=len(matrices))
+        inner_SF = grouped_fake_quantized_linear(hidden_states[tokens_S], ends, into_weight, inner)
+        activate = self._apply_gate if self.has_gate else self.act_fn
+        # Tails of vectors are computed by other instructions: activating all rows at once would change last bits.
+        active_SF = torch.cat([activate(part) for part in inner_SF.split(sizes)])
+        answers_SH = grouped_fake_quantized_linear(active_SF, ends, out_weight, GroupedRounding(weight=weight))
+        # Nemotron-H alone has no gate, and sums in the type of the weights.
+        summed_NH = torch.zeros_like(hidden_states, dtype=None if self.has_gate else top_k_weights.dtype)
+        answers_SH = (answers_SH * weights_S[:, None]).to(summed_NH.dtype)
         # One expert after another: a token has each expert once, so that sums have one order on every device.
         for tokens, answers in zip(tokens_S.split(sizes), answers_SH.split(sizes), strict=True):
             if len(tokens):
                 summed_NH.index_add_(0, tokens, answers)
-        return summed_NH
+        return summed_NH.to(hidden_states.dtype)
 
     def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
         """Return what the checkpoint holds in place of the parameters, for each expert and matrix."""
         found = {}
-        for parameter, matrices in _MATRICES.items():
+        for parameter, matrices in _matrices(self).items():
             for expert, whole in enumerate(parameters[parameter]):
                 for matrix, part in zip(matrices, whole.chunk(len(matrices)), strict=True):
                     name = f"{expert}.{matrix}"
@@ -185,8 +188,12 @@ def _by_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> tupl
     return tokens_S, top_k_weights[tokens_S, order_S // len(top_k_index)], ends
 
 
+def _matrices(module: Any) -> dict[str, tuple[str, ...]]:
+    return _GATED if module.has_gate else _PLAIN
+
+
 def _relative_names(module: Any) -> Iterator[str]:
-    for matrices in _MATRICES.values():
+    for matrices in _matrices(module).values():
         for expert in range(module.num_experts):
             for matrix in matrices:
                 yield f"{expert}.{matrix}"
@@ -205,21 +212,27 @@ def _shown(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _unfit(model: Any, name: str) -> str:
+def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:
     """Return why the experts of a layer cannot be rounded; empty if they can."""
-    module = model.get_submodule(name)
-    if name.endswith(".base_layer"):
+    if _is_adapted(name):
         return "carries PEFT's adapters, which are not merged before rounding"
     flags = (
         ("has biases", module.has_bias),
         ("stores its matrices transposed", module.is_transposed),
         ("interleaves gate and up", not module.is_concatenated),
-        ("has no gate", not module.has_gate),
+        ("has no single matrices in the checkpoints of its family", not names),
     )
-    found = [reason for reason, is_so in flags if is_so]
-    if not found and not _checkpoint_names(model, name):
-        return "has no single matrices in the checkpoints of its family"
-    return ", ".join(found)
+    return ", ".join(reason for reason, is_so in flags if is_so)
+
+
+def _way_out(name: str, names: Mapping[str, str]) -> str:
+    if _is_adapted(name):
+        return "adapt other layers, such as those of attention"
+    return "" if names else "add re:.*experts to ignore: they stay dense"
+
+
+def _is_adapted(name: str) -> bool:
+    return ".base_layer" in name
 
 
 @cache
@@ -239,14 +252,13 @@ def _checkpoint_names(model: Any, name: str) -> dict[str, str]:
     root, prefix = _pretrained(model)
     if root is None:
         return {}
-    module, inside = model.get_submodule(name), name.removeprefix(prefix)
-    experts = module.num_experts
-    relative = list(_relative_names(module))
-    places = torch.arange(len(relative))
-    probes = {
-        f"{inside}.gate_up_proj": places[: 2 * experts].reshape(experts, 2, 1),
-        f"{inside}.down_proj": places[2 * experts :].reshape(experts, 1, 1),
-    }
+    module, inside = model.get_submodule(name), name.removeprefix(prefix).replace(".base_layer", "")
+    relative, probes = list(_relative_names(module)), {}
+    rest = torch.arange(len(relative))
+    for parameter, matrices in _matrices(module).items():
+        count = module.num_experts * len(matrices)
+        probes[f"{inside}.{parameter}"] = rest[:count].reshape(module.num_experts, len(matrices), 1)
+        rest = rest[count:]
     found = revert_weight_conversion(root, probes)
     if len(found) != len(relative) or any(probe.numel() != 1 for probe in found.values()):
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -92,8 +92,11 @@ class InputRange:
             raise UsageError(Fault(where=f"input range of {self.name or 'a layer'}", rule=rule, fix=_WAYS))
         scale, zero_point = found
         if scale.device != device:
-            zero_point = None if zero_point is None else zero_point.to(device)
-            self._stored = scale.to(device), zero_point
+            import torch
+
+            # Autograd refuses to save what was made in inference mode.
+            with torch.inference_mode(False):
+                self._stored = scale.to(device), None if zero_point is None else zero_point.to(device)
         assert self._stored is not None, "a known range is stored"
         return self._stored
 
@@ -112,10 +115,7 @@ class InputRange:
         """Take a range, which is extended to hold 0."""
         import torch
 
-        ends = [torch.as_tensor(end, dtype=torch.float32).detach().reshape(1) for end in (low, high)]
-        zero = torch.zeros_like(ends[0])
-        self._bounds = torch.minimum(ends[0], zero), torch.maximum(ends[1], zero)
-        self._stored = self._stored_numbers(*self._bounds)
+        _take([self], *(torch.as_tensor(end, dtype=torch.float32).detach().reshape(1) for end in (low, high)))
 
     def initial_values(self) -> tuple[Tensor, Tensor | None]:
         """Return what a learned scale and zero point start from, fp32 [1] each: the stored ones before rounding.
@@ -158,30 +158,37 @@ class InputRange:
         if observer is not None and self._bounds is not None:
             observer.start_from(*self._bounds)
 
-    def follow(self) -> None:
-        """Take the range that the observer has found, if it has any."""
-        found = None if self.observer is None else self.observer.range()
-        if found is not None:
-            self.set_bounds(*found)
-
     def _known(self) -> tuple[Tensor, Tensor | None] | None:
         # Before the first step ends, a layer that rounds already takes the range of what this rank has seen of it.
         if self._stored is None and self.observer is not None:
             found = self.observer.local_range()
             if found is not None:
-                self._stored = self._stored_numbers(*found)
+                self._stored = _stored_numbers(*found, self.quantization, self.stored_dtype)
         return self._stored
 
-    def _stored_numbers(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.quantization.number_type == "float":
-            return float8_scale(low, high, self.stored_dtype), None
-        return range_scale_and_zero_point(
-            low,
-            high,
-            bits=self.quantization.bits,
-            symmetric=self.quantization.symmetric,
-            stored_dtype=self.stored_dtype,
-        )
+
+def _stored_numbers(
+    low: Tensor, high: Tensor, quantization: ActivationQuantization, stored_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    if quantization.number_type == "float":
+        return float8_scale(low, high, stored_dtype), None
+    return range_scale_and_zero_point(
+        low, high, bits=quantization.bits, symmetric=quantization.symmetric, stored_dtype=stored_dtype
+    )
+
+
+def _take(ranges: Sequence[InputRange], low_N: Tensor, high_N: Tensor) -> None:
+    """Give each range its ends; all of them are of the same numbers."""
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        zero = low_N.new_zeros(())
+        low_N, high_N = torch.minimum(low_N, zero), torch.maximum(high_N, zero)
+        scale_N, zero_point_N = _stored_numbers(low_N, high_N, ranges[0].quantization, ranges[0].stored_dtype)
+        for place, one in enumerate(ranges):
+            own = slice(place, place + 1)
+            one._bounds = low_N[own], high_N[own]
+            one._stored = scale_N[own], None if zero_point_N is None else zero_point_N[own]
 
 
 def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = None) -> None:
@@ -193,10 +200,19 @@ def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = N
         ranges: All ranges of a model; those without an observer stay as they are.
         reduction: Over ranks; `None` for the default process group, if there is one.
     """
+    import torch
+
     observed = [one for one in ranges if one.observer is not None]
     close_step([one.observer for one in observed if one.observer is not None], reduction or _over_ranks)
+    together: dict[Any, list[tuple[InputRange, Tensor, Tensor]]] = {}
     for one in observed:
-        one.follow()
+        found = None if one.observer is None else one.observer.range()
+        if found is not None:
+            kind = (one.quantization, one.stored_dtype, found[0].device)
+            together.setdefault(kind, []).append((one, *found))
+    for part in together.values():
+        moved, low, high = zip(*part, strict=True)
+        _take(moved, torch.cat(low), torch.cat(high))
 
 
 def _over_ranks(tensor: Tensor, operation: Literal["min", "sum"]) -> Tensor:

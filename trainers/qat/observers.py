@@ -37,12 +37,16 @@ _HISTOGRAMS_AT_ONCE = 256
 
 
 class BoundsObserver:
-    """Least and largest value, over all steps or as a moving average of steps."""
+    """Least and largest value, over all steps or as a moving average of steps.
+
+    Both ends are kept as one tensor (low, -high), fp32 [2], for which both are a least value.
+    """
 
     def __init__(self, *, averaging_constant: float | None = None) -> None:
         """Create an observer; without a constant it covers everything it sees."""
         self.averaging_constant = averaging_constant
-        self._range: tuple[Tensor, Tensor] | None = None
+        self.ends: Tensor | None = None
+        """Of closed steps; `None` before one with values."""
         self._pending: Tensor | None = None
         self._refused: Tensor | None = None
 
@@ -52,8 +56,10 @@ class BoundsObserver:
         return 0 if self._refused is None else int(self._refused)
 
     def start_from(self, low: Tensor, high: Tensor) -> None:
-        """Go on from a range that is known."""
-        self._range = (low, high)
+        """Go on from a range that is known, fp32 [1] each."""
+        import torch
+
+        self.ends = torch.cat([low, -high])
 
     def add(self, values: Tensor) -> None:
         """See the inputs of one forward pass; nothing waits for the accelerator."""
@@ -71,47 +77,35 @@ class BoundsObserver:
         self._refused = refused if self._refused is None else self._refused + refused
 
     def pending(self) -> Tensor:
-        """Return the least value of the open step and minus the largest, fp32 [2]; infinity if there are none."""
+        """Return both ends of the open step; infinity if it has seen nothing."""
         import torch
 
         return torch.full((2,), math.inf) if self._pending is None else self._pending
 
-    def absorb(self, seen: Tensor) -> None:
-        """Close a step in which some rank saw values, with what all of them saw, [2]."""
-        self._pending = None
-        self._range = self._moved(seen)
+    def absorb(self, ends: Tensor) -> None:
+        """Close a step in which some rank saw values, with the ends that it leads to."""
+        self._pending, self.ends = None, ends
 
     def range(self) -> tuple[Tensor, Tensor] | None:
         """Return low and high, fp32 [1] each; `None` before a step with values was closed."""
-        return self._range
+        return None if self.ends is None else (self.ends[0:1], -self.ends[1:2])
 
     def local_range(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the range would be if the step ended now and this rank were alone."""
-        return self._range if self._pending is None else self._moved(self._pending)
+        """Return the open step's range on this rank, where no step was closed before."""
+        if self.ends is not None or self._pending is None:
+            return self.range()
+        return self._pending[0:1], -self._pending[1:2]
 
     def record(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"seen": None if self._range is None else [float(end) for end in self._range]}
+        return {"seen": None if self.ends is None else self.ends.tolist()}
 
     def take_up(self, record: Mapping[str, Any]) -> None:
         """Go on from a record."""
         import torch
 
         if record.get("seen") is not None:
-            low, high = (torch.tensor([end], dtype=torch.float32) for end in record["seen"])
-            self.start_from(low, high)
-
-    def _moved(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        import torch
-
-        low, high = seen[0:1], -seen[1:2]
-        if self._range is None:
-            return low, high
-        old_low, old_high = (each.to(seen.device) for each in self._range)
-        if self.averaging_constant is None:
-            return torch.minimum(old_low, low), torch.maximum(old_high, high)
-        share = self.averaging_constant
-        return old_low + share * (low - old_low), old_high + share * (high - old_high)
+            self.ends = torch.tensor(record["seen"], dtype=torch.float32)
 
 
 class HistogramObserver:
@@ -219,19 +213,42 @@ def close_step(observers: Sequence[RangeObserver], reduction: Reduction) -> None
         return
     padded = [torch.nn.functional.pad(one.pending(), (0, 3 - len(one.pending())), value=math.inf) for one in observers]
     device = next((row.device for row in padded if row.device.type != "cpu"), padded[0].device)
-    seen_N3 = reduction(torch.stack([row.to(device) for row in padded]), "min")
-    known_N3 = seen_N3.cpu()
-    counting = []
-    for place, observer in enumerate(observers):
-        if isinstance(observer, HistogramObserver):
-            counting.append((observer, known_N3[place]))
-        elif math.isfinite(float(known_N3[place, 0])):
-            observer.absorb(seen_N3[place, :2])
+    seen_N3 = reduction(torch.stack([row.to(device) for row in padded]), "min").to(device)
+    known = torch.isfinite(seen_N3[:, 0]).tolist()
+    _close_bounds(
+        [
+            (observer, seen_3[:2])
+            for observer, seen_3, any_values in zip(observers, seen_N3.unbind(), known, strict=True)
+            if isinstance(observer, BoundsObserver) and any_values
+        ]
+    )
+    seen_on_host = seen_N3.cpu().unbind()
+    counting = [
+        (observer, seen_3)
+        for observer, seen_3 in zip(observers, seen_on_host, strict=True)
+        if isinstance(observer, HistogramObserver)
+    ]
     for first in range(0, len(counting), _HISTOGRAMS_AT_ONCE):
         part = counting[first : first + _HISTOGRAMS_AT_ONCE]
         counts = reduction(torch.stack([observer.pending_counts(seen) for observer, seen in part]).to(device), "sum")
         for (observer, seen), row in zip(part, counts.cpu(), strict=True):
             observer.absorb(seen, row)
+
+
+def _close_bounds(seen: Sequence[tuple[BoundsObserver, Tensor]]) -> None:
+    """Move ranges by what a step saw, all layers of one kind together: each alone would be a dozen tiny kernels."""
+    import torch
+
+    kinds: dict[tuple[float | None, bool], list[tuple[BoundsObserver, Tensor]]] = {}
+    for observer, ends in seen:
+        kinds.setdefault((observer.averaging_constant, observer.ends is None), []).append((observer, ends))
+    for (share, is_first), part in kinds.items():
+        new_N2 = torch.stack([ends for _, ends in part])
+        if not is_first:
+            old_N2 = torch.stack([observer.ends.to(new_N2.device) for observer, _ in part if observer.ends is not None])
+            new_N2 = torch.minimum(old_N2, new_N2) if share is None else old_N2 + share * (new_N2 - old_N2)
+        for (observer, _), ends in zip(part, new_N2.unbind(), strict=True):
+            observer.absorb(ends)
 
 
 def _exponent(seen: Tensor) -> int | None:

@@ -1,0 +1,101 @@
+"""`shardwright qat` as a user runs it: two CPU ranks, ZeRO-3 and LoRA, interrupted, resumed, and exported."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.distributed
+
+VOCAB, SEQ_LEN, SAVED = 300, 32, 20
+COMMAND = str(Path(sys.executable).parent / "shardwright")
+SETTINGS = {
+    "dataset": "python-help#8",
+    "seq-len": SEQ_LEN,
+    "scheme": "W4A16",
+    "group_size": 32,
+    "method": "lora",
+    "lora_rank": 4,
+    "strategy": "zero3",
+    "learning_rate": 1e-2,
+    "micro_batch_size": 4,
+    "global_batch_size": 8,
+    "evaluation_samples": 32,
+    "logging_steps": 1,
+    "save_steps": SAVED,
+}
+
+
+def interrupt_after(command: list[str], directory: Path, *, steps: int) -> int:
+    """Start a command, end it as Ctrl-C does once so many steps are logged, and return its exit code."""
+    metrics = directory / "out" / "metrics.jsonl"
+    with (directory / "first.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
+        deadline = time.monotonic() + 150
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.is_file() and len(metrics.read_text().splitlines()) >= steps:
+                process.send_signal(signal.SIGINT)
+                return process.wait(timeout=60)
+            time.sleep(0.05)
+        process.kill()
+    raise AssertionError((directory / "first.log").read_text())
+
+
+def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> float:
+    """Return the mean over all predicted tokens of what Transformers loads, as a user would compute it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ids_NS = torch.tensor([sample["input_ids"] for sample in samples])
+    with torch.no_grad():
+        log_probabilities = torch.log_softmax(model(ids_NS).logits[:, :-1].double(), -1)
+    return -float(log_probabilities.gather(2, ids_NS[:, 1:, None]).mean())
+
+
+def test_interrupted_resumed_and_exported(tmp_path: Path, deepspeed_cpu_ops: None) -> None:
+    from distilling import tiny
+    from shardwright.trainers.datasets.samples import load_samples
+    from transformers import AutoTokenizer
+
+    model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
+    command = [COMMAND, "qat", "model", "--output-dir", "out", "--config", "settings.yaml", "--max-steps"]
+    code = interrupt_after([*command, "400"], tmp_path, steps=SAVED + 2)
+    assert code == 130
+    out = tmp_path / "out"
+    assert (out / "checkpoints" / f"checkpoint-{SAVED}").is_dir() and not (out / "config.json").exists()
+
+    steps = SAVED + 4
+    done = subprocess.run(
+        [*command, str(steps), "--resume", "--format", "json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["strategy"] == "zero3" and found["steps"] == steps
+    assert (found["weight_difference"], found["logit_difference"]) == (0.0, 0.0)
+    nats = found["cross_entropy"]
+    assert nats["trained"] < nats["dense"] and nats["rounded"] != nats["dense"]
+    logged = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert logged == list(range(1, steps + 1))
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    assert config["dtype"] == "bfloat16" and not (out / "adapter").exists()
+    held_out = load_samples("python-help#8", AutoTokenizer.from_pretrained(out), seq_len=SEQ_LEN).evaluation
+    loaded = cross_entropy(out, held_out[: found["dataset"]["evaluation_samples"]])
+    # Training computes in fp32, what is loaded in the bf16 of its files.
+    assert loaded == pytest.approx(nats["trained"], abs=0.02)
+    assert f"{math.exp(nats['trained']):.4g}" in (out / "REPORT.md").read_text()
