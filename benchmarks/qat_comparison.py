@@ -1,4 +1,4 @@
-"""Quantized training against training and quantizing, at 2 bits: `python benchmarks/qat_comparison.py [--write] [--strict]`.
+"""QAT against fine-tuning and quantizing, at 2 bits: `python benchmarks/qat_comparison.py [--write] [--strict]`.
 
 The model is the small Llama of `tests/small_llama.py`, trained further on its own text: 500 steps of every way, on one
 core half an hour for three seeds. `--work-dir` keeps the model and what each seed gave, so that an interrupted run goes

@@ -163,10 +163,6 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
     out.print()
     for name, value in checkpoint_facts(outcome):
         out.print(f"  {name}: {value}", markup=False)
-    result = outcome.result
-    out.print(
-        f"{result.steps} steps, {result.tokens:,} tokens, {outcome.tokens_per_second:,.0f} tokens/s, "
-        f"{outcome.seconds:.0f} s in all"
-    )
+    out.print(outcome.speed_line(outcome.result))
     files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))
     out.print(f"Checkpoint in {output_dir}; see {files}", markup=False)

@@ -71,16 +71,18 @@ def plain_linear() -> Iterator[None]:
     """Let linear layers compute as in a fresh process.
 
     deepspeed 0.19.8 replaces ``torch.nn.functional.linear`` for the whole process under `zero.Init`, by a function that
-    adds the bias after rounding the product.
+    adds the bias after rounding the product; `TrainingArguments(tf32=True)` rounds the factors of fp32 products.
     """
     import torch
 
-    replaced = torch.nn.functional.linear
+    replaced, precision = torch.nn.functional.linear, torch.get_float32_matmul_precision()
     torch.nn.functional.linear = torch._C._nn.linear
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.nn.functional.linear = replaced
+        torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager

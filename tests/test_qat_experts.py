@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,12 +55,26 @@ def weights(bits, strategy="group", group_size=16, **changes):
     )
 
 
-def experts_module(dtype=torch.float64):
-    config = transformers.MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, experts_implementation="eager"
-    )
+CONFIG = SimpleNamespace(
+    _experts_implementation="eager",
+    hidden_size=HIDDEN,
+    hidden_act="silu",
+    hidden_activation="gelu_pytorch_tanh",
+    mlp_hidden_act="relu2",
+    intermediate_size=INNER,
+    moe_intermediate_size=INNER,
+    num_local_experts=EXPERTS,
+    n_routed_experts=EXPERTS,
+    num_experts=EXPERTS,
+    moe_latent_size=None,
+    swiglu_limit=0.5,
+)
+"""What experts of every family read."""
+
+
+def experts_module(dtype=torch.float64, kind=MixtralExperts):
     torch.manual_seed(0)
-    module = MixtralExperts(config)
+    module = kind(CONFIG)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return module.to(dtype)
@@ -68,7 +84,7 @@ def rounded(module, quantization, *, rule="minmax", stored_dtype=torch.float32, 
     """Return the state after changing the class of a module."""
     state = QuantizationState(enabled=enabled)
     scheme = QuantizationScheme(name="x", weights=quantization)
-    names = [f"{e}.{m}" for m in ("gate", "up") for e in range(EXPERTS)] + [f"{e}.down" for e in range(EXPERTS)]
+    names = [str(place) for place in range(EXPERTS * (3 if module.has_gate else 2))]
     quantizers = {
         name: LayerQuantizer(name=name, scheme=scheme, rule=rule, stored_dtype=stored_dtype, state=state)
         for name in names
@@ -155,20 +171,31 @@ def test_gradients_are_straight_through(quantization, rule):
     assert found_gradients[2][2].abs().max() == 0, "nobody chose the third expert"
 
 
+def experts_class(family, name):
+    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "autocast"),
+    [
+        ("mixtral", "MixtralExperts", False),
+        ("mixtral", "MixtralExperts", True),
+        ("gemma4", "Gemma4TextExperts", False),
+        ("deepseek_v4", "DeepseekV4Experts", False),
+        ("nemotron_h", "NemotronHExperts", False),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_forward_is_eager_with_the_rounded_weights_to_the_bit(dtype, autocast):
-    module, (hidden, index, shares) = experts_module(dtype), routing(dtype)
+def test_forward_is_eager_with_the_rounded_weights_to_the_bit(family, kind, dtype, autocast):
+    module, (hidden, index, shares) = experts_module(dtype, experts_class(family, kind)), routing(dtype)
     plain = copy.deepcopy(module)
     state = rounded(module, weights(4), stored_dtype=torch.bfloat16)
     stored = module.stored_layers(dict(module.named_parameters()))
+    values = {name: dequantize(part.codes, part.scale, None, weights(4)) for name, part in stored.items()}
     with torch.no_grad():
         for expert in range(EXPERTS):
-            values = {
-                name: dequantize(stored[name].codes, stored[name].scale, None, weights(4))
-                for name in (f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
-            }
-            plain.gate_up_proj[expert] = torch.cat([values[f"{expert}.gate_proj"], values[f"{expert}.up_proj"]])
+            into = torch.cat([values[f"{expert}.{name}"] for name in ("gate_proj", "up_proj") if f"0.{name}" in values])
+            (plain.gate_up_proj if plain.has_gate else plain.up_proj)[expert] = into
             plain.down_proj[expert] = values[f"{expert}.down_proj"]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found, wanted = module(hidden, index, shares), plain(hidden, index, shares)
@@ -279,7 +306,8 @@ def test_names_are_those_that_saving_writes(name, tmp_path):
     written = load_file(tmp_path / "model.safetensors")
     places = [place for place, module in model.named_modules() if is_fused_experts(module)]
     layers = [layer for place in places for layer in expert_linear_layers(model, place)]
-    assert len(layers) == 2 * 4 * 3 and layers[-1].name == last and all(layer.is_expert for layer in layers)
+    matrices = 2 if name == "NemotronH" else 3
+    assert len(layers) == 2 * 4 * matrices and layers[-1].name == last and all(layer.is_expert for layer in layers)
     for layer in layers:
         assert tuple(written[f"{layer.name}.weight"].shape) == (layer.out_features, layer.in_features)
     scheme = changed(scheme_named("W4A16"), group_size=16)
@@ -362,6 +390,7 @@ def test_schemes_that_round_inputs_pack_experts_in_a_group_of_their_own():
     assert mixture_quantization_config(scheme_named("W4A16"), layers)["format"] == "pack-quantized"
     assert "1 matrices of experts" in mixture_remarks(scheme, layers)[0]
     assert not mixture_remarks(scheme, layers[:1]) + mixture_remarks(scheme_named("W4A16"), layers)
+    assert expert_scheme(scheme_named("FP8_DYNAMIC")) is scheme_named("FP8_DYNAMIC"), "floats load"
     assert expert_scheme(scheme_named("W4A16")) is scheme_named("W4A16")
 
 

@@ -9,16 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
-
 from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.compressed_tensors import unpack_tensors, weight_codes, weight_scale_and_zero_point
 from shardwright.plugins.gathering import gathered_parameters
@@ -29,6 +19,17 @@ from shardwright.trainers.qat.attach import attachment_of
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.export import export
 from shardwright.trainers.quantization import reload_worker, verify
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 VOCAB_SIZE, SEQ_LEN = 300, 32
 ROWS = [[(row * 37 + place * 11 + place * place) % VOCAB_SIZE for place in range(SEQ_LEN)] for row in range(12)]
@@ -112,6 +113,7 @@ CASES = {
     "W3A16": ("W3A16", torch.float32, {}),
     "learned": ("W4A16_ASYM", torch.float32, {"weight_rule": "learned"}),
     "learned inputs": ("W8A8_STATIC", torch.float32, {"ranges": "learned", "calibration": "rows"}),
+    "cache": ("W8A8_STATIC", torch.float32, {"ranges": "moving_average", "kv_cache": "fp8"}),
     "ternary": ("W2A16", torch.bfloat16, {"weight_rule": "ternary"}),
 }
 
@@ -134,7 +136,12 @@ def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
 
     seen = round_weight(own.weight.detach(), rounding, *learned).value(rounding)
     assert torch.equal(dict(model.named_modules())[Q_PROJ].weight.detach(), seen)
-    assert not any("learned" in name for name in stored(tmp_path / "out"))
+    tensors = stored(tmp_path / "out")
+    assert not any("learned" in name for name in tensors)
+    scales = {name for name in tensors if name.endswith(("k_scale", "v_scale"))}
+    assert len(scales) == (4 if "kv_cache" in options else 0)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (config["kv_cache_scheme"] is not None) == ("kv_cache" in options)
 
 
 @pytest.mark.parametrize(("scheme", "ranges"), [("W4A16", "calibrated"), ("W8A8_STATIC", "minmax")])
@@ -230,6 +237,21 @@ def test_classifier_is_proven_by_its_own_class(tmp_path, reload_here):
     assert config["architectures"] == ["LlamaForSequenceClassification"]
 
 
+def test_model_of_more_than_one_text_is_compared_by_its_weights(tmp_path):
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+    set_seed(0)
+    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, pad_token_id=0, **sizes))
+    trainer, callback = trained(model, "W4A16", tmp_path)
+    result = callback.export(trainer, tmp_path / "out")
+    assert result.largest_weight_difference == 0.0
+    assert result.largest_logit_difference is None
+    assert result.verification.packed_layers == result.quantized_layers
+    assert "only weights were compared" in result.notes[0]
+    tensors = stored(tmp_path / "out")
+    assert "shared.weight" in tensors
+    assert not {"lm_head.weight", "encoder.embed_tokens.weight"} & set(tensors)
+
+
 def test_checkpoint_that_differs_is_kept_aside(tmp_path, reload_here, monkeypatch):
     trainer, callback = trained(small_model(), "W4A16", tmp_path)
 
@@ -267,7 +289,7 @@ def test_delayed_or_annealed_rounding_that_was_not_reached_is_refused(tmp_path):
     state = callback.attachment.state
     assert state.was_enabled
     state.bits = 8
-    with pytest.raises(UsageError, match="8 bits.*has not come to the 4 bits of W4A16"):
+    with pytest.raises(UsageError, match=r"8 bits.*has not come to the 4 bits of W4A16"):
         callback.export(trainer, tmp_path / "out")
     state.bits, state.trained_steps = 4, 0
     with pytest.raises(UsageError, match="was never trained"):
@@ -301,7 +323,7 @@ def test_output_directory_is_replaced_only_by_force(tmp_path):
     place.unlink()
     callback.export(trainer, place, verify=False)
     (place / "model-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(UsageError, match="output_dir.*force=True"):
+    with pytest.raises(UsageError, match=r"output_dir.*force=True"):
         callback.export(trainer, place, verify=False)
     result = callback.export(trainer, place, verify=False, force=True)
     assert result.verification is None

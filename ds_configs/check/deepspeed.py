@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..quantization.compression_training import REMOVED_BLOCKS, message
 from .batch import check_batch
 from .keys import KeyWalker, Schema, load_keys, nearest
 from .report import MAXIMUM_FINDINGS, Report
@@ -13,9 +14,9 @@ HEADER_KEY = "_shardwright"
 
 REPLACEMENTS = {
     "nebula": "use the `checkpoint` section with a local or shared directory",
-    "compression_training": "quantize or prune the checkpoint after training with llm-compressor",
+    "compression_training": "use `shardwright qat` and the sparsity callbacks",
     "amp": "use `bf16`, `fp16` or `torch_autocast`",
-    "quantize_training": "use quantization-aware training outside DeepSpeed",
+    "quantize_training": "use `shardwright qat`",
     "sparse_gradients": "remove it: `torch.nn.Embedding(sparse=True)` is reduced sparsely without a key",
     "eigenvalue": "remove it",
     "sparse_attention": "use a sparse attention implementation of the model",
@@ -61,9 +62,10 @@ def _check_keys(report: Report, schema: Schema, uses_transformers: bool) -> None
             return
         key, line = entry.key, entry.line
         if path in removed:
-            report.error(
-                path, "DeepSpeed 0.19 removed this key and refuses it", REPLACEMENTS.get(path, "remove it"), line=line
-            )
+            fix = REPLACEMENTS.get(path, "remove it")
+            if path in REMOVED_BLOCKS:
+                fix = message({path: entry.node.plain()})
+            report.error(path, "DeepSpeed 0.19 removed this key and refuses it", fix, line=line)
             return
         if key == "max_grad_norm" and path == key:
             report.error(path, "DeepSpeed has no such key and ignores it", "write gradient_clipping", line=line)

@@ -19,6 +19,7 @@ from .compression_reading import (
 
 
 def replace_pruning(found: Replacement, block: Mapping[str, Any]) -> None:
+    """Take over pruning of weights, rows, heads and channels."""
     sparse = mapping_of(block.get("sparse_pruning"))
     shared = mapping_of(sparse.get("shared_parameters"))
     if is_enabled(shared):
@@ -44,9 +45,8 @@ def _sparse(found: Replacement, block: Mapping[str, Any], shared: Mapping[str, A
         if not pattern:
             found.drop(f"{where}.block_pattern", "zeros are single weights, or 2:4")
         end = max(count_of(shared.get("schedule_offset_end"), offset), offset)
-        steps = (
-            f"start_step={offset}, end_step={end}, every={max(count_of(shared.get('schedule_offset_stride'), 1), 1)}"
-        )
+        every = max(count_of(shared.get("schedule_offset_stride"), 1), 1)
+        steps = f"start_step={offset}, end_step={end}, every={every}"
         excluded = patterns_of(found, f"{where}.excluded_modules", shared.get("excluded_modules", []))
         ignore = f", ignore={['lm_head', *excluded]!r}" if excluded else ""
         groups: list[tuple[str, Mapping[str, Any], list[str]]] = [("shared_parameters", shared, ["Linear"])]
@@ -63,7 +63,7 @@ def _sparse(found: Replacement, block: Mapping[str, Any], shared: Mapping[str, A
             rule = "2:4 keeps half of the weights" if kept is not None else "is no share above 0, up to 1"
             found.drop(f"{where}.{name}.dense_ratio", rule)
             continue
-        targets = "" if "Linear" in modules else f", targets={modules!r}"
+        targets = "" if "Linear" in modules or not modules else f", targets={modules!r}"
         zeros = round(1 - kept, 12)
         found.callbacks.append(f"MagnitudePruningCallback({zeros:g}, {steps}{pattern}{targets}{ignore})")
 
@@ -91,6 +91,7 @@ def _heads(found: Replacement, key: str, kept: float, block: Mapping[str, Any], 
 
 
 def replace_layer_reduction(found: Replacement, block: Mapping[str, Any]) -> None:
+    """Take over the layers that a student keeps."""
     if not is_enabled(block):
         return
     chosen, count = block.get("teacher_layer"), block.get("keep_number_layer")

@@ -50,9 +50,9 @@ def migration(config: Mapping[str, Any]) -> Migration:
     mixed = mapping_of(config.get("quantize_training"))
     if is_enabled(mixed):
         _quantize_training(found, mixed)
-    student = (
-        () if not found.student else ("shardwright", "student", "MODEL", *found.student, "--output-dir", "STUDENT")
-    )
+    student: tuple[str, ...] = ()
+    if found.student:
+        student = ("shardwright", "student", "MODEL", *found.student, "--output-dir", "STUDENT")
     return Migration(
         command=_command(found, "STUDENT" if student else "MODEL"),
         student=student,
@@ -100,28 +100,31 @@ def _weights(found: Replacement, key: str, start: Any, target: Any, symmetric: b
     if not (is_count(target) and 1 <= target <= 8):
         found.drop(f"{key}.target_bits", "codes have 1 to 8 bits")
         return False
-    bits = max(target, 2)
+    bits, symmetric = max(target, 2), symmetric or target < 3
     if found.scheme not in (None, (bits, symmetric)):
         found.drop(key, "all layers of a checkpoint have one scheme; train with the bits that most layers need")
         return False
-    first = found.scheme is None
-    found.scheme = (bits, symmetric)
-    if not first:
+    if found.scheme is not None:
+        if found.annealing != (start, target, period):
+            found.drop(f"{key}.start_bits", "all layers lose bits at the same steps, those of the first group")
         return True
+    found.scheme, found.annealing = (bits, symmetric), (start, target, period)
     found.start_step = offset
     if target < 3:
         found.rule = "binary" if target == 1 else "ternary"
         found.keep(f"{key}.target_bits", _ternary_note(target))
     else:
-        theirs, ours = 2 ** (target - 1), 2 ** (target - 1) - 0.5
-        grid = f"{'symmetric' if symmetric else 'asymmetric'} grid"
-        note = (
-            f"{grid}: scale absmax/{ours:g} where DeepSpeed had absmax/{theirs}" if symmetric else f"{grid} with zeros"
-        )
-        found.keep(f"{key}.target_bits", note)
+        found.keep(f"{key}.target_bits", _grid_note(target, symmetric=symmetric))
     if is_count(start) and target < start <= 32:
         _annealing(found, key, start, target, offset, period)
     return True
+
+
+def _grid_note(bits: int, *, symmetric: bool) -> str:
+    levels = 2**bits
+    if symmetric:
+        return f"another grid: scale absmax/{(levels - 1) / 2:g} where DeepSpeed had absmax/{levels // 2}"
+    return f"another grid: scale (max - min)/{levels - 1}, 0 in the range, where DeepSpeed had (max - min)/{levels}"
 
 
 def _ternary_note(target: int) -> str:
@@ -200,7 +203,7 @@ def _command(found: Replacement, model: str) -> tuple[str, ...]:
     command += ["--start-step", str(found.start_step)] if found.start_step else []
     if found.bit_schedule:
         command += ["--bit-schedule", ",".join(f"{step}:{width}" for step, width in found.bit_schedule)]
-    targets = [target for target in dict.fromkeys(found.targets) if "," not in target]
+    targets = list(dict.fromkeys(found.targets))
     command += ["--targets", ",".join(targets)] if targets and "Linear" not in targets else []
     return tuple(command)
 

@@ -27,12 +27,12 @@ EXPERTS_TARGET = r"re:.*\.experts\.\d+\."
 
 
 def expert_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
-    """Return how the matrices of experts are stored: as the scheme says, but with inputs in 16 bit.
+    """Return how the matrices of experts are stored: integers packed, with inputs in 16 bit; floats as the scheme says.
 
     >>> expert_scheme(scheme_named("W8A8")).format
     'pack-quantized'
     """
-    return scheme if scheme.activations is None else replace(scheme, activations=None)
+    return replace(scheme, activations=None) if _is_int_quantized(scheme) else scheme
 
 
 def layer_scheme(scheme: QuantizationScheme, layer: LinearLayer) -> QuantizationScheme:
@@ -52,7 +52,7 @@ def mixture_quantization_config(
     """
     found = quantization_config(scheme, ignore=ignore)
     chosen = tuple(layers)
-    if scheme.activations is None or not any(layer.is_expert for layer in chosen):
+    if not _is_int_quantized(scheme) or not any(layer.is_expert for layer in chosen):
         return found
     experts = replace(expert_scheme(scheme), targets=(EXPERTS_TARGET,))
     groups = {"group_0": config_group(experts)}
@@ -67,7 +67,11 @@ def mixture_quantization_config(
 def mixture_remarks(scheme: QuantizationScheme, layers: Iterable[LinearLayer]) -> list[str]:
     """Return what a user must know of experts that are stored otherwise than the scheme says."""
     experts = sum(layer.is_expert for layer in layers)
-    if not experts or scheme.activations is None:
+    if not experts or not _is_int_quantized(scheme):
         return []
     kept = f"{experts} matrices of experts are packed with {scheme.weights.bits}-bit weights and keep 16-bit inputs"
     return [f"{kept}: Transformers 5.17 loads experts in no other form"]
+
+
+def _is_int_quantized(scheme: QuantizationScheme) -> bool:
+    return scheme.format == "int-quantized"

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-import faulthandler; faulthandler.dump_traceback_later(45, exit=True)
 from typing import Any
 
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
@@ -44,7 +43,7 @@ def main(output: Path, names: list[str]) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     for case in EVERY:
         if not names or case.name in names:
-            import time; t0=time.time(); run(case, output, world_size); print("TIME", case.name, time.time()-t0, flush=True)
+            run(case, output, world_size)
             forget_last_run()
 
 

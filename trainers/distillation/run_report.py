@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan import Plan
-from ..datasets.samples import SampleStatistics
 from ..launched.report import (
     CARD_FILE,
     REPORT_FILE,
+    LaunchedOutcome,
+    StepResult,
     card_front,
     data_and_settings,
     draw_steps,
@@ -44,27 +44,17 @@ _FORMULAS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult:
+class RunResult(StepResult):
     """What the ranks measured, as it stands in `result.json`."""
 
     before: Mapping[str, float]
     """Metrics of the student on the held-out samples before its first step."""
     after: Mapping[str, float]
     """The same after its last step."""
-    steps: int
-    """Optimizer steps of the whole training."""
-    step_seconds: float
-    """Seconds inside these steps; after resuming, of the steps since."""
-    tokens: int
-    """Tokens trained on, without padding."""
-    timed_tokens: int
-    """Those of the steps that `step_seconds` counts."""
-    peak_bytes: int | None
-    """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Outcome(LaunchedOutcome):
     """A distillation that ended well."""
 
     settings: DistillSettings
@@ -73,21 +63,8 @@ class Outcome:
     """Hub id or directory of the teacher."""
     student: str
     """Hub id, directory or `config.json` that the student started from."""
-    plan: Plan
-    """Where everything went."""
-    statistics: SampleStatistics
-    """What was trained on."""
     result: RunResult
     """What was measured."""
-    metrics: Sequence[Mapping[str, float]]
-    """The logged steps."""
-    seconds: float
-    """Wall-clock seconds from the launch to the report."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all ranks for each second of training steps."""
-        return self.result.timed_tokens / self.result.step_seconds if self.result.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
@@ -95,16 +72,10 @@ class Outcome:
             "schema_version": SCHEMA_VERSION,
             "teacher": self.teacher,
             "student": self.student,
-            "strategy": self.plan.chosen.strategy.label,
-            "hardware": self.plan.hardware.name,
-            "settings": self.settings.model_dump(),
-            "dataset": asdict(self.statistics),
+            **self.where_and_what(self.settings),
             "before": dict(self.result.before),
             "after": dict(self.result.after),
-            "steps": self.result.steps,
-            "tokens": self.result.tokens,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "seconds": round(self.seconds, 1),
+            **self.speed(self.result),
         }
 
 
@@ -164,9 +135,7 @@ def report(outcome: Outcome) -> str:
     lines = [
         "# Distillation report",
         "",
-        f"`{outcome.teacher}` taught `{outcome.student}`: {result.steps} steps, {result.tokens:,} tokens in "
-        f"{result.step_seconds:.1f} s of training steps ({outcome.tokens_per_second:,.0f} tokens/s over all ranks), "
-        f"{outcome.seconds:.0f} s in all.",
+        f"`{outcome.teacher}` taught `{outcome.student}`: {outcome.speed_sentence(result)}",
         "",
         f"## On {data.evaluation_samples} held-out samples",
         "",

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from ...ds_configs.plan import Plan
 from ...ds_configs.units import gigabytes
 from ..datasets.samples import SampleStatistics
 from ..markdown import table
-from .settings import METRICS_FILE
+from .settings import METRICS_FILE, LaunchedSettings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,73 @@ if TYPE_CHECKING:
 
 REPORT_FILE, CARD_FILE = "REPORT.md", "README.md"
 _LICENSE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What the ranks measured of their steps, as it stands in `result.json`."""
+
+    steps: int
+    """Optimizer steps of the whole training."""
+    step_seconds: float
+    """Seconds inside these steps; after resuming, of the steps since."""
+    tokens: int
+    """Tokens trained on, without padding."""
+    timed_tokens: int
+    """Those of the steps that `step_seconds` counts."""
+    peak_bytes: int | None
+    """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchedOutcome:
+    """A training that ended well."""
+
+    plan: Plan
+    """Where everything went."""
+    statistics: SampleStatistics
+    """What was trained on."""
+    metrics: Sequence[Mapping[str, float]]
+    """The logged steps."""
+    seconds: float
+    """Wall-clock seconds from the launch to the report."""
+
+    def where_and_what(self, settings: LaunchedSettings) -> dict[str, Any]:
+        """Return layout, settings and data as JSON values."""
+        return {
+            "strategy": self.plan.chosen.strategy.label,
+            "hardware": self.plan.hardware.name,
+            "settings": settings.model_dump(),
+            "dataset": asdict(self.statistics),
+        }
+
+    def speed(self, result: StepResult) -> dict[str, Any]:
+        """Return steps, tokens and seconds as JSON values."""
+        return {
+            "steps": result.steps,
+            "tokens": result.tokens,
+            "tokens_per_second": round(tokens_per_second(result), 1),
+            "seconds": round(self.seconds, 1),
+        }
+
+    def speed_sentence(self, result: StepResult) -> str:
+        """Return what the steps took, in words."""
+        return (
+            f"{result.steps} steps, {result.tokens:,} tokens in {result.step_seconds:.1f} s of training steps "
+            f"({tokens_per_second(result):,.0f} tokens/s over all ranks), {self.seconds:.0f} s in all."
+        )
+
+    def speed_line(self, result: StepResult) -> str:
+        """Return the same for a terminal."""
+        return (
+            f"{result.steps} steps, {result.tokens:,} tokens, {tokens_per_second(result):,.0f} tokens/s, "
+            f"{self.seconds:.0f} s in all"
+        )
+
+
+def tokens_per_second(result: StepResult) -> float:
+    """Return the tokens of all ranks for each second of training steps."""
+    return result.timed_tokens / result.step_seconds if result.step_seconds else 0.0
 
 
 def number(value: float) -> str:

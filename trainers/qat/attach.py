@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
@@ -21,6 +19,9 @@ from .kv_cache import attach_kv_cache, kv_cache_faults
 from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
 from .learned_scales import add_learned_scales
 from .lora import is_lora_linear, lora_faults, make_fake_quantized
+
+if TYPE_CHECKING:
+    import torch
 
 _ATTRIBUTE = "quantization_attachment"
 _PEFT_PARTS = (".lora_", ".original_module")
@@ -101,6 +102,8 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
 
 def attachment_of(model: Any) -> Attachment | None:
     """Return what `attach` put into a model, looked for through the wrappers of DDP, DeepSpeed and `torch.compile`."""
+    import torch
+
     while model is not None:
         found: Attachment | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
         if found is not None:
@@ -131,6 +134,8 @@ def checkpoint_name(name: str) -> str:
 
 def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
     """Yield modules that can round, each with its matrices; a LoRA layer stands for the layer in it."""
+    import torch
+
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     inside: tuple[str, ...] = ()
@@ -214,6 +219,9 @@ def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tupl
         module = modules[name]
         if is_fused_experts(module):
             fake_quantize_experts(module, name, {each: quantizer(each) for each in names})
+            for each in names:
+                # Loaders round no inputs of experts by stored ranges.
+                attachment.ranges.pop(each, None)
         elif is_lora_linear(module):
             make_fake_quantized(module, quantizer(names[0]))
         else:
@@ -239,4 +247,6 @@ def _input_range(attachment: Attachment, name: str) -> InputRange:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
     return None if name is None else getattr(torch, name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..evaluation.estimates import Estimate
 from ..markdown import table
-from .comparison import Comparison, Way
+from .comparison_result import Comparison, Way
 
 LABELS: Mapping[Way, str] = MappingProxyType(
     {
@@ -96,7 +96,8 @@ def draw_comparison(found: Comparison, path: Path) -> None:
     for place, way in enumerate(shown):
         share = found.recovered(way)
         assert share is not None, "ways without a share are not shown"
-        left.bar(place, 100 * share.value, color=f"C{place}", alpha=0.7, yerr=200 * (share.standard_error or 0), capsize=3)
+        error = 200 * (share.standard_error or 0)
+        left.bar(place, 100 * share.value, color=f"C{place}", alpha=0.7, yerr=error, capsize=3)
         seeds = found.recovered_by_seed(way)
         left.plot([place] * len(seeds), [100 * each for each in seeds], "k.", markersize=4)
     left.set_xticks(range(len(shown)), [LABELS[way] for way in shown], rotation=25, ha="right", fontsize=8)

@@ -6,7 +6,7 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,11 +24,14 @@ from ..distillation.config import DistillationConfig
 from ..evaluation.loading import load_subject, read_subject
 from ..evaluation.token_measures import Batches, ModelReader, measure_tokens
 from .callback import QATCallback
-from .comparison import ENDS, WAYS, Comparison, Measurement, OnProgress, Sample, Way
+from .comparison_result import ENDS, WAYS, Comparison, Measurement, Way
 from .config import QATConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Sample = Mapping[str, Sequence[int]]
+OnProgress = Callable[[str], None]
 
 _METERED = range(2, 4)
 """Steps in which bytes are counted: the optimizer's state exists then. They are left out of the times."""
@@ -226,7 +229,8 @@ def _quantized(job: Job, dense: Any, method: Any) -> Any:
 
 def _reloaded(directory: Path, like: Any) -> Any:
     """Load a checkpoint in its own type, and compute in the type of the model that was trained, as all others do."""
-    loaded = load_subject(read_subject(str(directory), "model", revision=None), directory, dtype="auto", device=str(like.device))
+    subject = read_subject(str(directory), "model", revision=None)
+    loaded = load_subject(subject, directory, dtype="auto", device=str(like.device))
     # Loading decompresses under inference mode, and such tensors can only be used there.
     with torch.inference_mode():
         return loaded.to(like.dtype)

@@ -9,7 +9,7 @@ Shapes: E experts, N tokens, K experts a token, S = N · K rows, H hidden channe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ from .layers import LayerQuantizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-_GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_PLAIN = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-"""Parameters of experts with and without a gate, and the matrices of a checkpoint that lie below one another in each."""
+_Matrices = Mapping[str, tuple[str, ...]]
+_GATED: _Matrices = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PLAIN: _Matrices = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""Parameters of experts with and without a gate, and the matrices of a checkpoint that make up each, row below row."""
 
 
 def is_fused_experts(module: Any) -> bool:
@@ -103,7 +104,8 @@ def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, Layer
     assert len(quantizers) == len(relative), f"{len(quantizers)} of {len(relative)} matrices of {name} are targeted"
     for quantizer in quantizers.values():
         quantizer.scheme, quantizer.input_range = expert_scheme(quantizer.scheme), None
-    module.__class__ = _fake_quantized_class(type(module))
+    original: Any = type(module)
+    module.__class__ = _fake_quantized_class(original)
     module.quantizers = dict(zip(relative, quantizers.values(), strict=True))
 
 
@@ -188,7 +190,7 @@ def _by_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> tupl
     return tokens_S, top_k_weights[tokens_S, order_S // len(top_k_index)], ends
 
 
-def _matrices(module: Any) -> dict[str, tuple[str, ...]]:
+def _matrices(module: Any) -> _Matrices:
     return _GATED if module.has_gate else _PLAIN
 
 
@@ -236,8 +238,7 @@ def _is_adapted(name: str) -> bool:
 
 
 @cache
-def _fake_quantized_class(experts: Hashable) -> type:
-    assert isinstance(experts, type), "experts have a class"
+def _fake_quantized_class(experts: type) -> type:
     return type(f"FakeQuantized{experts.__name__}", (FakeQuantizedExperts, experts), {})
 
 

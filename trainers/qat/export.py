@@ -20,8 +20,15 @@ from ..model_directory import appearing_directory, output_faults
 from ..quantization.verify import Verification, fail_output
 from .attach import Attachment
 from .export_files import write_adapter, write_companions, write_config, write_report, write_weights
-from .export_tensors import Collected, checkpoint_contents, collect, dense_layers, quantized_layers
-from .export_verification import answers, largest_weight_difference, probe_rows, trained_reference, verified
+from .export_tensors import (
+    Collected,
+    active_adapters,
+    checkpoint_contents,
+    collect,
+    dense_layers,
+    quantized_layers,
+)
+from .export_verification import proven, reads_tokens
 from .kv_cache import kv_cache_scheme
 
 if TYPE_CHECKING:
@@ -162,12 +169,16 @@ class _Export:
             }
             del tensors
             if verify:
-                device = training_device(self.model)
-                difference = largest_weight_difference(self.found, attachment, root, staging, device)
-                reference = trained_reference(self.found, attachment, root, staging, model_class(root))
-                logits = answers(reference, probe_rows(root, probe), device)
-                del reference
-                proof = verified(staging, logits, layers, attachment, weight_difference=difference, tolerance=tolerance)
+                difference, proof = proven(
+                    self.found,
+                    attachment,
+                    root,
+                    staging,
+                    layers=layers,
+                    device=training_device(self.model),
+                    probe=probe,
+                    tolerance=tolerance,
+                )
                 if not proof.passed:
                     kept = fail_output(staging, self.output, proof)
                     raise ShardwrightError(f"the checkpoint did not pass: {proof.reason}; it lies in {kept}")
@@ -186,7 +197,8 @@ class _Export:
             kv_cache_scheme=kv_cache_scheme(self.attachment.config),
         )
         if self.found.adapter:
-            write_adapter(self.model, self.found.adapter, staging, self.output)
+            name = active_adapters(self.model)[0]
+            write_adapter(self.model, self.found.adapter, staging, name=name, base=self.output)
 
     def _notes(self, *, verify: bool) -> list[str]:
         notes = []
@@ -194,8 +206,10 @@ class _Export:
             notes.append(f"adapters that are not active were left out: {', '.join(self.found.dropped[:3])}")
         if self.found.adapter and verify:
             notes.append("the base was verified, the adapter beside it was written as it is")
-        if verify and not hasattr(self.root, "lm_head") and self.root.get_output_embeddings() is None:
-            notes.append("compared were the outputs of the model's own head on rows of one length without padding")
+        if verify and not reads_tokens(self.root):
+            notes.append("only weights were compared: this model reads more than the tokens of one text")
+        elif verify and self.root.get_output_embeddings() is None:
+            notes.append("compared were the outputs of the model's own head, on single rows without padding")
         return notes
 
 

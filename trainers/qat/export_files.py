@@ -78,14 +78,21 @@ def write_companions(root: Any, directory: Path, *, tokenizer: Any, source: str 
             raise UsageError(Fault(where="generation_config", rule=rule, fix=fix)) from None
 
 
-def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, base: Path) -> None:
+def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, *, name: str, base: Path) -> None:
     """Write an adapter that was trained on the quantized base, as PEFT loads it onto that base."""
-    model.save_pretrained(
-        directory / ADAPTER, state_dict=dict(tensors), safe_serialization=True, save_embedding_layers=False
-    )
-    for place in (directory / ADAPTER).rglob("adapter_config.json"):
-        stated = json.loads(place.read_text(encoding="utf-8"))
-        _write_json(place, stated | {"base_model_name_or_path": str(base)})
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    place = directory / ADAPTER
+    model.peft_config[name].save_pretrained(str(place))
+    found = get_peft_model_state_dict(model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False)
+    prefix = "base_model.model."
+    named = {prefix + key.removeprefix(prefix): tensor.contiguous() for key, tensor in found.items()}
+    save_file(named, str(place / "adapter_model.safetensors"), metadata={"format": "pt"})
+    (place / "adapter_model.safetensors").chmod(0o644)
+    settings = place / "adapter_config.json"
+    stated = json.loads(settings.read_text(encoding="utf-8"))
+    _write_json(settings, stated | {"base_model_name_or_path": str(base), "inference_mode": True})
 
 
 def write_report(report: Mapping[str, Any], directory: Path) -> None:

@@ -87,7 +87,8 @@ class Collector:
         self._waiting: dict[str, set[str]] = {}
         self._arrived: dict[str, dict[str, Tensor]] = {}
         self._modules = dict(_packed_modules(model, attachment))
-        self._active = set(getattr(model, "active_adapters", ()) or ()) if hasattr(model, "peft_config") else set()
+        self._active = set(active_adapters(model))
+        self._rounded = {id(module): name for name, module in attachment.modules.items()}
         for name, module in self._modules.items():
             own = [relative for relative, _ in module.named_parameters() if relative in consumed(module)]
             self._waiting[name], self._arrived[name] = set(own), {}
@@ -112,14 +113,14 @@ class Collector:
         module = self._modules[name]
         # Products and sums of an accelerator differ from the host's in the last bit: round where it was trained.
         placed = {relative: one.to(self._device) for relative, one in parameters.items()}
-        if name not in self._attachment.modules:
+        if id(module) not in self._rounded:
             weight = forward_weight(module, placed)
             self._keep_dense(plain_name(f"{name}.weight"), weight)
             return
         for key, layer in module.stored_layers(placed).items():
             self._pack(quantizer_of(module, key), layer)
         if self._keep:
-            self.found.trained[name] = parameters
+            self.found.trained[self._rounded[id(module)]] = parameters
 
     def _pack(self, quantizer: LayerQuantizer, layer: StoredLayer) -> None:
         name = self._names[quantizer.name]
@@ -252,6 +253,14 @@ def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:
         return parts[0]
     weight, a, b = parts
     return merged_weight(weight, a, b, module.scaling[module.active_adapters[0]])
+
+
+def active_adapters(model: Any) -> list[str]:
+    """Return the adapters that forward passes use; PEFT has a property where Transformers has a method."""
+    if not hasattr(model, "peft_config"):
+        return []
+    found = model.active_adapters
+    return list(found() if callable(found) else found)
 
 
 def plain_name(name: str) -> str:

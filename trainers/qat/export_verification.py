@@ -7,15 +7,18 @@ the tensors that are not quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.quantization.layers import LinearLayer
-from ...plugins.checkpoint_model import empty_model, plain_linear
+from ...plugins.checkpoint_model import empty_model, model_class, plain_linear
+from ...plugins.compressed_layout import layout_faults
 from ...plugins.compressed_tensors import StoredLayer, dequantize, unpack_tensors
-from ..quantization.verify import ReferenceLogits, Verification, reference_logits, verify_checkpoint
+from ..quantization.verify import UNPROVEN, ReferenceLogits, Verification, reference_logits, verify_checkpoint
 from .attach import Attachment
 from .experts import fake_quantize_experts, is_fused_experts
 from .export_tensors import Collected, forward_weight, module_names, plain_name, quantizer_of
@@ -103,23 +106,68 @@ def largest_weight_difference(
     return float(torch.stack(largest).max())
 
 
-def verified(
-    directory: Path,
-    reference: ReferenceLogits,
-    layers: Sequence[LinearLayer],
+def proven(
+    found: Collected,
     attachment: Attachment,
+    root: Any,
+    directory: Path,
     *,
-    weight_difference: float,
+    layers: Sequence[LinearLayer],
+    device: torch.device,
+    probe: Sequence[Sequence[int]] | None,
     tolerance: float,
-) -> Verification:
-    """Load the checkpoint in a fresh process, and return everything wrong with it."""
-    found = verify_checkpoint(
-        directory, reference=reference, layers=layers, scheme=attachment.scheme, tolerance=tolerance
-    )
-    if weight_difference == 0.0:
-        return found
-    fault = f"written matrices differ from the trained ones by {weight_difference:g}"
-    return replace(found, faults=(fault, *found.faults))
+) -> tuple[float, Verification]:
+    """Return max |ΔW| of a written checkpoint, and everything wrong with it once a fresh process has loaded it.
+
+    Args:
+        found: Gathered tensors, trained ones included.
+        attachment: What rounds.
+        root: The Transformers model that was trained.
+        directory: The checkpoint.
+        layers: Its packed matrices.
+        device: The training's.
+        probe: Rows of token ids; default: any.
+        tolerance: Largest allowed difference of a logit.
+    """
+    difference = largest_weight_difference(found, attachment, root, directory, device)
+    if reads_tokens(root):
+        model = trained_reference(found, attachment, root, directory, model_class(root))
+        logits = answers(model, probe_rows(root, probe), device)
+        del model
+        with _same_threads():
+            proof = verify_checkpoint(
+                directory, reference=logits, layers=layers, scheme=attachment.scheme, tolerance=tolerance
+            )
+    else:
+        faults = tuple(layout_faults(directory, attachment.scheme, layers))
+        proof = replace(UNPROVEN, faults=faults, packed_layers=0 if faults else len(layers))
+    if difference != 0.0:
+        fault = f"written matrices differ from the trained ones by {difference:g}"
+        proof = replace(proof, faults=(fault, *proof.faults))
+    return difference, proof
+
+
+def reads_tokens(root: Any) -> bool:
+    """Return whether a model answers to the tokens of one text alone."""
+    return root.main_input_name == "input_ids" and not root.config.is_encoder_decoder
+
+
+@contextmanager
+def _same_threads() -> Iterator[None]:
+    """Let processes that start here split sums over as many threads as this one."""
+    import torch
+
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ |= dict.fromkeys(names, str(torch.get_num_threads()))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _swap_linear(target: Any, module: Any, parameters: Mapping[str, Tensor], state: QuantizationState) -> None:

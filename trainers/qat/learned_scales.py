@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...plugins.compressed_tensors import code_range, weight_scale_and_zero_point
 from .layers import INPUT_SCALE, INPUT_ZERO_POINT, WEIGHT_SCALE, WEIGHT_ZERO_POINT, LayerQuantizer
 from .lora import is_lora_linear
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
 
 def add_learned_scales(attachment: Attachment) -> None:
     """Register the parameters of a configuration that learns scales; nothing is added by others."""
+    import torch
+
     config = attachment.config
     if not config.learns_scales:
         return
@@ -48,6 +48,8 @@ def add_learned_scales(attachment: Attachment) -> None:
 
 def start_from_ranges(attachment: Attachment) -> None:
     """Give learned ranges of inputs the values that calibration found."""
+    import torch
+
     for module in attachment.modules.values():
         values = module.quantizer.input_range.initial_values()
         for name, value in zip((INPUT_SCALE, INPUT_ZERO_POINT), values, strict=True):
@@ -66,6 +68,8 @@ def _first_scale(weight: Tensor, quantizer: LayerQuantizer) -> tuple[Tensor, Ten
 
 
 def _register(module: Any, name: str, value: Tensor | None, like: Tensor) -> None:
+    import torch
+
     if value is not None:
         # FSDP2 shards parameters of one type together.
         module.register_parameter(name, torch.nn.Parameter(value.detach().clone().to(like.device, like.dtype)))

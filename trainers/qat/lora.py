@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...ds_configs.errors import Fault
 from ...plugins.compressed_tensors import StoredLayer
 from .fake_quantized_linear import LinearTensors, fake_quantized_linear, merged_weight
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
 
 def is_lora_linear(module: Any) -> bool:
     """Tell whether a module is peft's LoRA around a plain linear layer."""
+    import torch
+
     lora = _lora_class()
     return lora is not None and isinstance(module, lora) and isinstance(module.get_base_layer(), torch.nn.Linear)
 

@@ -23,8 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from ...ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
 from ...plugins.compressed_tensors import (
     activation_levels,
@@ -37,6 +35,7 @@ from ...plugins.compressed_tensors import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 WeightRule = Literal["minmax", "learned", "ternary", "binary"]
@@ -108,6 +107,8 @@ def weight_gradients(
         scale: As for `round_weight`.
         zero_point: Likewise.
     """
+    import torch
+
     if rounding.rule != "learned":
         return gradient, None, None
     rounded = round_weight(weight, rounding, scale, zero_point)
@@ -160,6 +161,8 @@ def input_gradients(
 
     A dynamic range is the token's own, so that nothing lies outside.
     """
+    import torch
+
     if quantization.dynamic:
         return gradient, None, None
     assert scale is not None, "a static range has a scale"
@@ -183,6 +186,8 @@ def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:
 
     compressed-tensors 0.19.0 does so with scales of zero (`quantization/utils/helpers.py`, `calculate_qparams`).
     """
+    import torch
+
     rounded = scale.detach().to(stored_dtype)
     # NaN stays NaN, so that an export can refuse it.
     return torch.where(~(rounded <= 0), rounded, torch.full_like(rounded, torch.finfo(stored_dtype).eps))
@@ -190,6 +195,8 @@ def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:
 
 def stored_zero_point(zero_point: Tensor, bits: int) -> Tensor:
     """Return a zero point as the checkpoint holds it: an int8 code."""
+    import torch
+
     return torch.round(torch.clamp(zero_point.detach(), *code_range(bits))).to(torch.int8)
 
 
@@ -204,6 +211,8 @@ def _by_learned_scale(
 
 
 def _by_mean_magnitude(weight: Tensor, rounding: WeightRounding) -> RoundedWeight:
+    import torch
+
     quantization = rounding.quantization
     shared = sharing(weight, quantization)
     kept = stored_scale(shared.abs().mean(-1), rounding.stored_dtype)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan import Plan
 from ...ds_configs.quantization.scheme import QuantizationScheme
-from ..datasets.samples import SampleStatistics
 from ..launched.report import (
     CARD_FILE,
     REPORT_FILE,
+    LaunchedOutcome,
+    StepResult,
     card_front,
     data_and_settings,
     draw_steps,
@@ -39,7 +38,7 @@ _COLOURS = ("#bbbbbb", "#ee6677", "#228833")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult:
+class RunResult(StepResult):
     """What the ranks measured, as it stands in `result.json`."""
 
     dense: float | None
@@ -52,20 +51,10 @@ class RunResult:
     """Largest difference between a weight of the trained model and that of the checkpoint."""
     logit_difference: float
     """Likewise between logits, the checkpoint being loaded in a fresh process."""
-    steps: int
-    """Optimizer steps of the whole training."""
-    step_seconds: float
-    """Seconds inside these steps; after resuming, of the steps since."""
-    tokens: int
-    """Tokens trained on, without padding."""
-    timed_tokens: int
-    """Those of the steps that `step_seconds` counts."""
-    peak_bytes: int | None
-    """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Outcome(LaunchedOutcome):
     """A quantization-aware training that ended well."""
 
     settings: QATSettings
@@ -78,21 +67,8 @@ class Outcome:
     """The numbers of the checkpoint."""
     layers: int
     """Matrices that are quantized."""
-    plan: Plan
-    """Where everything went."""
-    statistics: SampleStatistics
-    """What was trained on."""
     result: RunResult
     """What was measured."""
-    metrics: Sequence[Mapping[str, float]]
-    """The logged steps."""
-    seconds: float
-    """Wall-clock seconds from the first remark to the report."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all ranks for each second of training steps."""
-        return self.result.timed_tokens / self.result.step_seconds if self.result.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
@@ -102,17 +78,11 @@ class Outcome:
             "teacher": self.teacher,
             "scheme": asdict(self.scheme) | {"format": self.scheme.format},
             "quantized_layers": self.layers,
-            "strategy": self.plan.chosen.strategy.label,
-            "hardware": self.plan.hardware.name,
-            "settings": self.settings.model_dump(),
-            "dataset": asdict(self.statistics),
+            **self.where_and_what(self.settings),
             "cross_entropy": {stage.key: stage.nats for stage in stages(self.result)},
             "weight_difference": self.result.weight_difference,
             "logit_difference": self.result.logit_difference,
-            "steps": self.result.steps,
-            "tokens": self.result.tokens,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "seconds": round(self.seconds, 1),
+            **self.speed(self.result),
         }
 
 
@@ -176,9 +146,7 @@ def report(outcome: Outcome) -> str:
     lines = [
         "# Quantization-aware training report",
         "",
-        f"`{outcome.model}` as {outcome.scheme.name}: {result.steps} steps, {result.tokens:,} tokens in "
-        f"{result.step_seconds:.1f} s of training steps ({outcome.tokens_per_second:,.0f} tokens/s over all ranks), "
-        f"{outcome.seconds:.0f} s in all.",
+        f"`{outcome.model}` as {outcome.scheme.name}: {outcome.speed_sentence(result)}",
         "",
         f"## On {outcome.statistics.evaluation_samples} held-out samples",
         "",

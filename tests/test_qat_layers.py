@@ -1,0 +1,274 @@
+"""Layers that round, inside of models: which gradients there are, what autograd keeps for them, and what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rounding_reference import EXACT, NAMES, RELATIVE, rounded_by_range, rounded_inputs
+from saved_tensors import saved_storages
+from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
+from shardwright.trainers.qat.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from shardwright.trainers.qat.rounding import round_weight
+
+
+def quantizer(scheme: QuantizationScheme, state: QuantizationState, **changes: Any) -> LayerQuantizer:
+    settings = {"rule": "minmax", "stored_dtype": torch.float32} | changes
+    return LayerQuantizer(name="layer", scheme=scheme, state=state, **settings)
+
+
+def rounded_layers(model: torch.nn.Module, scheme: str, **changes: Any) -> QuantizationState:
+    """Change the class of all linear layers but the head."""
+    found = scheme_named(scheme)
+    if found.weights.strategy == "group":
+        found = replace(found, weights=replace(found.weights, group_size=16))
+    state = QuantizationState(enabled=True)
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            module.__class__ = FakeQuantizedLinear
+            module.quantizer = quantizer(found, state, **changes)
+    return state
+
+
+def two_layers(**where: Any) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 48, **where), torch.nn.SiLU(), torch.nn.Linear(48, 16, **where))
+
+
+def small_model(*, layers: int = 2) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        max_position_embeddings=64,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+IDS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def step(model: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A8", "W4A4"])
+def test_the_first_layer_has_a_gradient_although_inputs_are_rounded(scheme):
+    """Against the same two layers written out with the reference; upstream's own forward pass cuts it off."""
+    model = two_layers().double()
+    rounded_layers(model, scheme, stored_dtype=EXACT)
+    inputs = torch.randn(2, 5, 32, dtype=EXACT, generator=torch.Generator().manual_seed(1))
+    model(inputs).square().sum().backward()
+    leaves = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    how = model[0].quantizer.rounding()
+    hidden, rest = inputs, dict.fromkeys(NAMES)
+    for weight, bias in (leaves[:2], leaves[2:]):
+        hidden = written_out(rest | {"inputs": hidden, "weight": weight, "bias": bias}, how)
+        hidden = torch.nn.functional.silu(hidden) if weight.shape[0] == 48 else hidden
+    hidden.square().sum().backward()
+    for found, wanted in zip(model.parameters(), leaves, strict=True):
+        assert found.grad is not None and wanted.grad.abs().max() > 0
+        assert (found.grad - wanted.grad).abs().max() <= RELATIVE * wanted.grad.abs().max()
+
+
+def written_out(tensors: dict[str, Any], how: LinearRounding) -> torch.Tensor:
+    """`reference`, for groups of 16."""
+    weight, columns = tensors["weight"], how.weight.quantization.group_size or tensors["weight"].shape[1]
+    shared = weight.reshape(-1, columns)
+    ends = shared.detach().min(1, keepdim=True).values, shared.detach().max(1, keepdim=True).values
+    rounded = rounded_by_range(*ends, shared, how.weight.quantization.bits, how.weight.quantization.symmetric)
+    seen = rounded_inputs(tensors, how.inputs)
+    return torch.einsum("...i,oi->...o", seen, rounded.reshape(weight.shape)) + tensors["bias"]
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16", "W2A16_ASYM"])
+def test_every_parameter_of_a_llama_has_a_gradient(scheme):
+    model = small_model()
+    plain = step(model)
+    rounded_layers(model, scheme)
+    found = step(model)
+    assert found.keys() == plain.keys()
+    assert all(gradient.abs().max() > 0 for gradient in found.values())
+    alike = torch.nn.functional.cosine_similarity
+    first = "model.layers.0.self_attn.q_proj.weight"
+    assert alike(found[first].flatten(), plain[first].flatten(), dim=0) > (0.99 if scheme == "W8A8" else 0.1)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "W2A16_ASYM"])
+def test_no_dense_copy_is_kept(scheme):
+    """What autograd saves beyond parameters and inputs is what it saves for the plain model."""
+    model = small_model()
+    known = [*model.parameters(), *model.buffers(), IDS]
+    with saved_storages(known) as plain:
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    rounded_layers(model, scheme)
+    with saved_storages(known) as rounded:
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    # Plain layers see a flattened view of the same storages.
+    assert by_elements(rounded) == by_elements(plain)
+    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2} - {tuple(IDS.shape)}
+    assert not matrices & {shape for shape, _ in rounded}
+
+
+def by_elements(sizes: Counter[tuple[tuple[int, ...], torch.dtype]]) -> Counter[tuple[int, torch.dtype]]:
+    found: Counter[tuple[int, torch.dtype]] = Counter()
+    for (shape, dtype), count in sizes.items():
+        found[math.prod(shape), dtype] += count
+    return found
+
+
+def test_a_layer_saves_its_input_and_its_parameters_alone():
+    model = two_layers()
+    rounded_layers(model, "W8A8")
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    inputs = torch.randn(2, 5, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model[0](inputs)
+    assert {tensor.data_ptr() for tensor in saved} == {inputs.data_ptr(), model[0].weight.data_ptr()}
+
+
+@pytest.mark.parametrize(("scheme", "kept"), [("W4A16", False), ("W8A8", False), ("W8A8_STATIC", True)])
+def test_a_frozen_layer_keeps_its_input_only_for_the_ends_of_a_stored_range(scheme, kept):
+    layer = torch.nn.Linear(32, 8).requires_grad_(False)
+    rounded_layers(torch.nn.Sequential(layer), scheme)
+    inputs = torch.randn(3, 5, 32).requires_grad_()
+    rounding, scale = layer.quantizer.rounding(), torch.full((1,), 0.01) if kept else None
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor.data_ptr()), tensor)[1], lambda tensor: tensor
+    ):
+        tensors = LinearTensors(weight=layer.weight, bias=layer.bias, input_scale=scale)
+        output = fake_quantized_linear(inputs, tensors, rounding)
+    assert (inputs.data_ptr() in saved) == kept
+    output.sum().backward()
+    whole = round_weight(layer.weight, rounding.weight).value(rounding.weight).sum(0).expand_as(inputs)
+    seen = inputs.detach()
+    inside = (seen >= -1.285) & (seen <= 1.275) if kept else torch.ones_like(seen)
+    assert torch.allclose(inputs.grad, whole * inside, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (2, 0, 32)])
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+def test_single_and_no_rows_pass_as_through_a_plain_layer(scheme, shape):
+    model = two_layers()
+    wanted = model(torch.ones(shape))
+    rounded_layers(model, scheme)
+    found = model(torch.ones(shape))
+    assert found.shape == wanted.shape
+    found.sum().backward()
+    assert model[0].weight.grad.shape == (48, 32)
+
+
+def test_bf16_autocast_keeps_no_bf16_copy_of_weights():
+    """A plain layer under autocast does."""
+    model = two_layers()
+    known = [*model.parameters()]
+    inputs = torch.randn(2, 5, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), saved_storages(known) as plain:
+        model(inputs)
+    rounded_layers(model, "W4A16")
+    with torch.autocast("cpu", torch.bfloat16), saved_storages(known) as rounded:
+        model(inputs)
+    copies = {(32, 48), (48, 32), (48, 16), (16, 48)}
+    assert copies & {shape for shape, dtype in plain if dtype == torch.bfloat16}
+    assert not copies & {shape for shape, _ in rounded}
+    assert rounded.total() < plain.total()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+def test_checkpointing_changes_no_gradient(scheme, reentrant):
+    model = small_model().train()
+    rounded_layers(model, scheme)
+    wanted = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = step(model)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", ["W4A16", "W2A16_ASYM"])
+def test_autocast_computes_what_a_plain_layer_of_the_loaded_weight_does(scheme, stored):
+    model = two_layers()
+    plain = copy.deepcopy(model)
+    rounded_layers(model, scheme, stored_dtype=stored)
+    with torch.no_grad():
+        for place in (0, 2):
+            how = model[place].quantizer.rounding().weight
+            plain[place].weight.copy_(round_weight(model[place].weight, how).value(how))
+    inputs = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    pair = [inputs.clone().requires_grad_() for _ in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = model(pair[0]), plain(pair[1])
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
+    found.sum().backward()
+    wanted.sum().backward()
+    assert torch.equal(pair[0].grad, pair[1].grad)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32 and torch.equal(mine.grad, other.grad)
+
+
+def test_inference_mode_gives_the_same_numbers():
+    model = small_model().eval()
+    rounded_layers(model, "W8A8")
+    with torch.inference_mode():
+        found = model(input_ids=IDS).logits
+    assert torch.equal(found, model(input_ids=IDS).logits.detach())
+
+
+def test_a_moved_model_and_a_copy_round_as_before():
+    """The copy has a state of its own; a change of type or device replaces the data of parameters alone."""
+    model = small_model()
+    state = rounded_layers(model, "W4A16", stored_dtype=torch.bfloat16)
+    before = model(input_ids=IDS).logits.detach()
+    other = copy.deepcopy(model)
+    assert torch.equal(other(input_ids=IDS).logits.detach(), before)
+    state.enabled = False
+    plain = model(input_ids=IDS).logits.detach()
+    assert not torch.equal(plain, before) and torch.equal(other(input_ids=IDS).logits.detach(), before)
+    state.enabled = True
+    model.to(torch.bfloat16)
+    assert model(input_ids=IDS).logits.dtype == torch.bfloat16
+    shapes = copy.deepcopy(model).to("meta")
+    assert shapes(input_ids=IDS.to("meta")).logits.shape == before.shape
+    model.to(torch.float32)
+    near = torch.nn.functional.cosine_similarity(model(input_ids=IDS).logits.flatten(), before.flatten(), dim=0)
+    assert near > 0.99
+
+
+def test_keys_of_a_saved_model_stay_as_they_were(tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = small_model()
+    model.save_pretrained(tmp_path / "plain")
+    rounded_layers(model, "W4A16")
+    step(model)
+    model.save_pretrained(tmp_path / "rounded")
+    plain, rounded = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "rounded"))
+    assert plain.keys() == rounded.keys()
+    assert all(torch.equal(plain[name], rounded[name]) for name in plain)
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("plain", "rounded")]
+    assert configs[0] == configs[1]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")
+    assert type(again.model.layers[0].mlp.up_proj) is torch.nn.Linear
