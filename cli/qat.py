@@ -150,7 +150,8 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
-    taught = "" if outcome.teacher is None else f", taught by {outcome.teacher}"
+    teacher = "itself in full precision" if outcome.teacher == outcome.model else outcome.teacher
+    taught = "" if teacher is None else f", taught by {teacher}"
     out.print(Text(outcome.model, style="bold") + Text(f"  as {outcome.scheme.name}{taught}, {label} on {hardware}"))
     out.print()
     table = Table(box=None, pad_edge=False)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_configs.errors import RefusedInputError
-from ..ds_configs.quantization.config_json import quantization_config
 from ..ds_configs.quantization.layers import LinearLayer
+from ..ds_configs.quantization.mixtures import layer_scheme, mixture_quantization_config
 from ..ds_configs.quantization.scheme import QuantizationScheme
 from ..ds_configs.quantization.sizes import TensorShape, packed_tensors, tensor_bytes
 from .llm_compressor.loading import stored_tensors
@@ -65,8 +65,9 @@ def layout_faults(
     faults = _index_faults(directory, stored)
     if scheme is not None and scheme.storage != "spqr":
         dtype = _dtype(config)
-        faults += [fault for layer in chosen for fault in _layer_faults(layer, scheme, stored, dtype)]
-        faults += _config_faults(config.get("quantization_config"), scheme)
+        for layer in chosen:
+            faults += _layer_faults(layer, layer_scheme(scheme, layer), stored, dtype)
+        faults += _config_faults(config.get("quantization_config"), scheme, chosen)
     faults += _stray_faults(stored, {layer.name for layer in chosen} if scheme is not None else set())
     total = tensor_bytes(stored.values())
     if expected_bytes is not None and total != expected_bytes:
@@ -115,7 +116,7 @@ def _index_faults(directory: Path, stored: Mapping[str, TensorShape]) -> list[st
     return faults + [f"{_INDEX} does not list {name}" for name in sorted(set(stored) - listed)]
 
 
-def _config_faults(stated: Any, scheme: QuantizationScheme) -> list[str]:
+def _config_faults(stated: Any, scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[str]:
     """Return where `quantization_config` would make a loader compute other numbers than the scheme's."""
     where = "config.json: quantization_config"
     if not isinstance(stated, dict):
@@ -125,7 +126,7 @@ def _config_faults(stated: Any, scheme: QuantizationScheme) -> list[str]:
     if scheme.storage != "compressed-tensors":
         wanted_flag = "load_in_4bit" if scheme.weights.bits == 4 else "load_in_8bit"
         return [] if stated.get(wanted_flag) else [f"{where}.{wanted_flag} is not set"]
-    wanted = quantization_config(scheme)
+    wanted = mixture_quantization_config(scheme, layers)
     faults = [
         f"{where}.{key} is {stated.get(key)!r}, not {wanted[key]!r}"
         for key in ("format", "quantization_status")
@@ -137,7 +138,8 @@ def _config_faults(stated: Any, scheme: QuantizationScheme) -> list[str]:
     for name, group in groups.items():
         for numbers in ("weights", "input_activations"):
             place = f"{where}.config_groups.{name}.{numbers}"
-            faults += _argument_faults(place, group.get(numbers), wanted["config_groups"]["group_0"][numbers])
+            wanted_group = wanted["config_groups"].get(name, wanted["config_groups"]["group_0"])
+            faults += _argument_faults(place, group.get(numbers), wanted_group[numbers])
     return faults
 
 

@@ -139,12 +139,11 @@ def test_activations() -> None:
     static = found(weight_quantization=weights(), activation_quantization=activations(range_calibration="static"))
     assert options(static.command)["--scheme"] == "W8A8_STATIC"
     assert options(static.command)["--ranges"] == "moving_average"
-    four = found(
-        weight_quantization=weights({"target_bits": 4, "start_bits": 4}), activation_quantization=activations(4)
-    )
+    narrow = weights({"target_bits": 4, "start_bits": 4})
+    four = found(weight_quantization=narrow, activation_quantization=activations(4))
     assert options(four.command)["--scheme"] == "W4A4"
     late = activations(8, quantization_type="asymmetric", schedule_offset=50, range_calibration="static")
-    mixed = found(weight_quantization=weights({"target_bits": 4, "start_bits": 4}), activation_quantization=late)
+    mixed = found(weight_quantization=narrow, activation_quantization=late)
     assert options(mixed.command)["--scheme"] == "W4A8"
     assert dropped(mixed) == [
         f"activation_quantization.{key}" for key in ("range_calibration", "quantization_type", "schedule_offset")
@@ -259,10 +258,13 @@ def test_the_check_prints_what_to_run() -> None:
 
 
 _KEYS = st.sampled_from(
-    "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning "
-    "layer_reduction shared_parameters different_groups enabled params modules related_modules start_bits target_bits "
-    "quantization_period bits dense_ratio num_heads method schedule_offset teacher_layer keep_number_layer "
-    "quantize_bits quantize_schedule quantize_period wq1".split()
+    [
+        *("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning"),
+        *("channel_pruning", "layer_reduction", "shared_parameters", "different_groups", "enabled", "params"),
+        *("modules", "related_modules", "start_bits", "target_bits", "quantization_period", "bits", "dense_ratio"),
+        *("num_heads", "method", "schedule_offset", "teacher_layer", "keep_number_layer", "quantize_bits"),
+        *("quantize_schedule", "quantize_period", "wq1"),
+    ]
 )
 _VALUES = st.recursive(
     st.one_of(

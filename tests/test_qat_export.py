@@ -24,6 +24,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -226,6 +228,24 @@ def test_adapter_beside_a_quantized_base(tmp_path, reload_here):
     loaded = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
     for own, live in zip(logits(loaded), logits(trainer.model), strict=True):
         assert torch.equal(own, live)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_mixture_of_experts(scheme, tmp_path, reload_here):
+    sizes = small_config().to_dict()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    kept = {name: sizes[name] for name in names} | {"intermediate_size": 128, "num_local_experts": 4}
+    set_seed(0)
+    model = MixtralForCausalLM._from_config(MixtralConfig(**kept), dtype=torch.bfloat16)
+    trainer, callback = trained(model, scheme, tmp_path)
+    result = callback.export(trainer, tmp_path / "out", probe=PROBE)
+    assert (result.largest_weight_difference, result.largest_logit_difference) == (0.0, 0.0)
+    assert result.quantized_layers == 2 * (4 + 3 * 4)
+    tensors = stored(tmp_path / "out")
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight_packed" in tensors
+    assert tensors["model.layers.1.block_sparse_moe.gate.weight"].dtype == torch.bfloat16
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", "model.layers.0.block_sparse_moe.gate"} <= set(config["ignore"])
 
 
 def test_classifier_is_proven_by_its_own_class(tmp_path, reload_here):

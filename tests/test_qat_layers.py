@@ -1,4 +1,4 @@
-"""Layers that round, inside of models: which gradients there are, what autograd keeps for them, and what stays as it was."""
+"""Layers that round, inside of models: their gradients, what autograd keeps for them, and what stays as it was."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch
 from rounding_reference import EXACT, NAMES, RELATIVE, rounded_by_range, rounded_inputs
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
+from shardwright.plugins.compressed_tensors import dequantize
+from shardwright.trainers.qat.attach import attach
+from shardwright.trainers.qat.config import QATConfig
 from shardwright.trainers.qat.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
 from shardwright.trainers.qat.layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
 from shardwright.trainers.qat.rounding import round_weight
@@ -23,11 +26,17 @@ def quantizer(scheme: QuantizationScheme, state: QuantizationState, **changes: A
     return LayerQuantizer(name="layer", scheme=scheme, state=state, **settings)
 
 
+def of_groups(name: str) -> QuantizationScheme:
+    """Return a preset with groups that are small enough for the models here."""
+    found = scheme_named(name)
+    if found.weights.strategy != "group":
+        return found
+    return replace(found, weights=replace(found.weights, group_size=16))
+
+
 def rounded_layers(model: torch.nn.Module, scheme: str, **changes: Any) -> QuantizationState:
     """Change the class of all linear layers but the head."""
-    found = scheme_named(scheme)
-    if found.weights.strategy == "group":
-        found = replace(found, weights=replace(found.weights, group_size=16))
+    found = of_groups(scheme)
     state = QuantizationState(enabled=True)
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear and name != "lm_head":
@@ -272,3 +281,85 @@ def test_keys_of_a_saved_model_stay_as_they_were(tmp_path):
     assert configs[0] == configs[1]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")
     assert type(again.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+def adapted(*, base: torch.dtype = torch.float32, adapters: torch.dtype = torch.float32) -> Any:
+    """Return a small Llama with adapters of a product that is not zero, on all linear layers but the head."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(small_model().to(base), lora, autocast_adapter_dtype=False)
+    draw = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = (torch.randn(parameter.shape, generator=draw) * 0.1).to(adapters)
+    return model
+
+
+def test_adapters_are_trained_inside_of_the_rounded_sum():
+    """Against the same model with merged weights: with dL/dW of it, dL/dA = s Bᵀ dL/dW and dL/dB = s dL/dW Aᵀ."""
+    model = adapted()
+    merged = copy.deepcopy(model).merge_and_unload().requires_grad_(True)
+    rounded_layers(merged, "W4A8")
+    attach(model, QATConfig(scheme=of_groups("W4A8"))).state.enabled = True
+    by_merged = step(merged)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(merged(input_ids=IDS, labels=IDS).loss.item(), rel=1e-6)
+    found = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
+    for name, gradient in by_merged.items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            continue
+        a, b = (found[f"{layer}.lora_{side}.default.weight"] for side in "AB")
+        for matrix, wanted in ((a, 1.5 * b.detach().t() @ gradient), (b, 1.5 * gradient @ a.detach().t())):
+            assert (matrix.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+        assert found[f"{layer}.base_layer.weight"].grad is None
+
+
+def test_adapters_keep_no_dense_sum():
+    model = adapted()
+    known = [*model.parameters(), *model.buffers(), IDS]
+    dense = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim == 2}
+    attach(model, QATConfig(scheme=of_groups("W4A16"))).state.enabled = True
+    with saved_storages(known) as rounded:
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    assert not dense & {shape for shape, _ in rounded}
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("base", "adapters"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize(
+    ("scheme", "rule"),
+    [
+        ("W4A16", "minmax"),
+        ("W4A16_ASYM", "minmax"),
+        ("W2A16", "learned"),
+        ("W4A16_ASYM", "learned"),
+        ("W2A16", "ternary"),
+        ("W2A16", "binary"),
+    ],
+)
+def test_what_is_stored_is_what_the_forward_pass_multiplied_with(scheme, rule, base, adapters, stored):
+    """Rows of the identity show a layer's matrix to the bit."""
+    model = small_model(layers=1).to(base) if adapters is None else adapted(base=base, adapters=adapters)
+    attachment = attach(model, QATConfig(scheme=of_groups(scheme), stored_dtype=stored, weight_rule=rule))
+    attachment.state.enabled = True
+    model(input_ids=IDS)
+    for name, module in attachment.modules.items():
+        columns = module.in_features
+        with torch.no_grad():
+            seen = module(torch.eye(columns, dtype=base))
+        (layer,) = module.stored_layers(dict(module.named_parameters())).values()
+        assert layer.codes.dtype == torch.int8 and layer.scale.dtype == getattr(torch, stored)
+        loaded = dequantize(layer.codes, layer.scale, layer.zero_point, attachment.scheme.weights)
+        assert torch.equal(seen.t(), loaded.to(base)), name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.plugins.parameter_edit import edit_faults
 from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
 from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
 from shardwright.trainers.sparsity.mask_file import FILE_NAME
@@ -349,6 +352,27 @@ def test_layers_that_do_not_exist_cannot_shrink_or_cannot_hold_the_pattern_are_r
         trainer(tmp_path, model, MagnitudePruningCallback(0.5, end_step=4)).train()
     with pytest.raises(UsageError, match=r"trained in 16 bit without an fp32 copy"):
         trainer(tmp_path, tiny_llama().bfloat16(), L1SparsityCallback(1.0)).train()
+
+
+@pytest.mark.parametrize(
+    ("zero", "match"),
+    [
+        ({"offload_optimizer": {"device": "nvme"}}, r"offload_optimizer = 'nvme'.*offload to cpu"),
+        ({"offload_param": {"device": "nvme"}}, r"offload_param = 'nvme'"),
+        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow: steps the optimizer beside the next forward pass"),
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
+    ],
+)
+def test_engines_that_would_undo_changes_are_refused(zero: dict[str, Any], match: str) -> None:
+    weights = {"a": torch.nn.Parameter(torch.ones(4, 4))}
+    arguments = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"zero_optimization": zero}))
+    faults = edit_faults(weights, arguments, torch.optim.SGD(weights.values()))
+    assert len(faults) == 1 and re.search(match, str(faults[0]))
+    hidden = type("FP16_Optimizer", (), {})()
+    (fault,) = edit_faults(weights, SimpleNamespace(), SimpleNamespace(optimizer=hidden))
+    assert "cannot be reached" in str(fault)
+    (fault,) = edit_faults({"flat": torch.nn.Parameter(torch.ones(16))}, SimpleNamespace(), None)
+    assert "FSDP version 1" in str(fault)
 
 
 def test_two_learning_rates_are_refused(tmp_path: Path) -> None:

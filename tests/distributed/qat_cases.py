@@ -19,10 +19,13 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "w4": ("W4A16", {}),
     "w8a8": ("W8A8", {}),
     "w2-learned": ("W2A16", {"weight_rule": "learned"}),
+    "w4-asym-learned": ("W4A16_ASYM", {"weight_rule": "learned"}),
     # The first step shows ranges alone, and its learning rate is 0.
     "w8a8-static": ("W8A8_STATIC", {"ranges": "moving_average", "start_step": 1}),
 }
 """Scheme and options of the callback by a short name."""
+
+FP32_SCHEMES = ("w4", "w8a8", "w2-learned", "w8a8-static")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,7 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     mixture: bool = False
+    bf16: bool = False
     offload: bool = False
     """Whether the optimizer, AdamW, steps on the CPU beside the model."""
     verify: bool = False
@@ -46,7 +50,7 @@ class Case:
     def name(self) -> str:
         engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
         extra = "-init" * self.zero_init + "-checkpointed" * self.checkpointing + "-lora" * self.lora
-        extra += "-mixture" * self.mixture + "-offload" * self.offload + "-verified" * self.verify
+        extra += "-mixture" * self.mixture + "-bf16" * self.bf16 + "-offload" * self.offload + "-verified" * self.verify
         return f"{engine}-{self.scheme}{extra}"
 
     @property
@@ -65,6 +69,7 @@ class Case:
             "per_device_train_batch_size": SAMPLES // RANKS,
             "gradient_accumulation_steps": RANKS if self.engine == "single" else 1,
             "gradient_checkpointing": self.checkpointing,
+            "bf16": self.bf16,
             "optim": "adamw_torch" if self.offload else "sgd",
             "learning_rate": ADAM_LEARNING_RATE if self.offload else LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",
@@ -98,11 +103,12 @@ ENGINES: list[dict[str, Any]] = [
     ZERO3 | {"zero_init": True},
     FSDP2,
 ]
-CASES = [Case(**engine, scheme=scheme) for engine in ENGINES for scheme in SCHEMES]
+CASES = [Case(**engine, scheme=scheme) for engine in ENGINES for scheme in FP32_SCHEMES]
 CASES += [Case(**engine, scheme="w8a8-static", checkpointing=True) for engine in (DDP, ZERO3, FSDP2)]
 CASES += [Case(**engine, lora=True) for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, mixture=True) for engine in (DDP, ZERO3, FSDP2)]
 CASES += [Case(**ZERO3, scheme="w8a8", verify=True)]
+IN_BF16 = [Case(**engine, scheme="w4-asym-learned", bf16=True) for engine in (DDP, ZERO3, FSDP2)]
 OFFLOADED = [Case(**ZERO3, scheme="w2-learned", offload=True)]
 RESUMED = Case(**ZERO3, scheme="w8a8-static", lora=True)
 RESUMED_STEPS, SAVED_STEP = 4, 2

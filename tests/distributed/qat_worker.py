@@ -11,6 +11,7 @@ from distillation_cases import VOCAB, collate, samples
 from qat_cases import (
     ADAM_LEARNING_RATE,
     CASES,
+    IN_BF16,
     OFFLOADED,
     RESUMED,
     RESUMED_STEPS,
@@ -75,7 +76,16 @@ def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[
     scheme, options = callback_settings(case)
     callback = QATCallback(scheme, **options)
     trainer = Trainer(model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback])
+    if case.bf16:
+        between_codes(callback)
     return trainer, callback
+
+
+def between_codes(callback: Any) -> None:
+    """Move learned zero points close below halves: in bf16 they are halves."""
+    for parameter in callback.attachment.parameters:
+        if parameter.detach().min() < 0:
+            parameter.data += 0.4999
 
 
 def save(trainer: Any, path: Path) -> None:
@@ -103,7 +113,7 @@ def adapted(model: Any) -> Any:
 
 
 def main(directory: Path, output: Path, names: list[str]) -> None:
-    for case in (*CASES, *OFFLOADED):
+    for case in (*CASES, *IN_BF16, *OFFLOADED):
         if not names or case.name in names:
             trained(case, directory, output)
             forget_last_run()

@@ -76,23 +76,24 @@ class Case:
         return MagnitudePruningCallback(0.5, end_step=4, every=2, pattern="2:4", ignore=ignore)
 
 
-ENGINES: list[dict[str, Any]] = [
-    {"engine": "ddp"},
-    {"engine": "deepspeed", "zero_stage": 1},
-    {"engine": "deepspeed", "zero_stage": 2},
-    {"engine": "deepspeed", "zero_stage": 3},
-    {"engine": "fsdp2"},
-]
 METHODS = ("matrix", "global", "l1")
-EXACT = [Case(method=method, **engine) for engine in ENGINES for method in METHODS if method != "matrix"]
-EXACT += [
-    Case(method="global", engine="deepspeed", zero_stage=2, resumed=True),
-    Case(method="global", engine="deepspeed", zero_stage=3, resumed=True),
+ZERO1, ZERO2, ZERO3 = [dict[str, Any](engine="deepspeed", zero_stage=stage) for stage in (1, 2, 3)]
+FSDP2: dict[str, Any] = {"engine": "fsdp2"}
+EXACT = [
+    Case(method="global"),
+    Case(method="global", **ZERO2),
+    Case(method="global", **ZERO3, resumed=True),
+    Case(method="global", **FSDP2),
+    Case(method="l1", **ZERO1),
+    Case(method="l1", **ZERO3),
+    Case(method="l1", **FSDP2),
 ]
-MOMENTUM = [Case(method="matrix", **engine) for engine in ENGINES]
-MOMENTUM += [Case(method="matrix", engine="deepspeed", zero_stage=stage, bf16=True) for stage in (1, 2, 3)]
-MOMENTUM += [Case(method="matrix", engine="deepspeed", zero_stage=stage, offload=True) for stage in (2, 3)]
-HALF = [Case(method="l1", bf16=True, **engine) for engine in ENGINES[1:4]]
+MOMENTUM = [
+    Case(method="matrix", **FSDP2),
+    Case(method="matrix", **ZERO2, bf16=True),
+    Case(method="matrix", **ZERO3, bf16=True, offload=True),
+]
+HALF = [Case(method="l1", **ZERO2, bf16=True), Case(method="l1", **ZERO3, bf16=True)]
 EVERY = (*EXACT, *MOMENTUM, *HALF)
 
 

@@ -29,7 +29,7 @@ def run(case: Case, output: Path, world_size: int) -> None:
         found |= {f"master.{name}": value for name, value in masters(trainer).items()}
     if trainer.args.process_index == 0:
         save_file(found, output / f"{case.name}.safetensors")
-        sparsity = getattr(trainer.callback_handler.callbacks[-1], "sparsity", None)
+        sparsity = [each.sparsity for each in trainer.callback_handler.callbacks if hasattr(each, "sparsity")]
         (output / f"{case.name}.json").write_text(json.dumps(sparsity))
 
 

@@ -13,12 +13,13 @@ from cases import RANKS, WORKER_ENVIRONMENT
 from qat_cases import (
     ADAM_LEARNING_RATE,
     CASES,
+    FP32_SCHEMES,
+    IN_BF16,
     LEARNING_RATE,
     OFFLOADED,
     REFERENCES,
     RESUMED,
     RESUMED_STEPS,
-    SCHEMES,
     Case,
     callback_settings,
     save_models,
@@ -31,8 +32,9 @@ pytestmark = pytest.mark.distributed
 BETWEEN_LAYOUTS = 1e-5
 """Largest difference of a gradient's element, relative to the largest element of its tensor. Seen: 5.2e-6, and 0 but
 for ZeRO-3, whose head multiplies by a function of its own."""
-OTHER_CODES = 1e-3
-"""Largest share of a matrix's codes that fall on the other side of a half. Seen: 0."""
+OTHER_CODES = 5e-3
+"""Largest share of a matrix's codes that fall on the other side of a half. Seen: 0.0012, under ZeRO-3: the largest
+weight of a group, if negative, lies at -7.5 steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ def launched(models: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def on_two_ranks(launched: Path) -> dict[Case, Outcome]:
-    return {case: outcome(launched / case.name) for case in (*CASES, *OFFLOADED)}
+    return {case: outcome(launched / case.name) for case in (*CASES, *IN_BF16, *OFFLOADED)}
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +192,8 @@ def test_exports_of_all_layouts_are_one_checkpoint(
     scheme, _ = callback_settings(case)
     for name in matrices(case, wanted.trained):
         both = [unpack_tensors(name, each.exported, scheme).codes for each in (found, wanted)]
-        assert (both[0] != both[1]).float().mean() < OTHER_CODES
+        apart = (both[0].int() - both[1].int()).abs()
+        assert apart.max() <= 1 and (apart > 0).float().mean() < OTHER_CODES
 
 
 def test_an_export_under_zero3_is_proven_by_a_fresh_process(on_two_ranks: dict[Case, Outcome]) -> None:
@@ -203,9 +206,29 @@ def test_an_export_under_zero3_is_proven_by_a_fresh_process(on_two_ranks: dict[C
 def test_schemes_have_gradients_of_their_own(on_one_process: dict[Case, Outcome]) -> None:
     """Otherwise the comparisons would say nothing about rounding."""
     name = "model.layers.0.mlp.up_proj.weight"
-    trained = [on_one_process[Case(scheme=scheme)].trained[name] for scheme in SCHEMES]
+    trained = [on_one_process[Case(scheme=scheme)].trained[name] for scheme in FP32_SCHEMES]
     for index, one in enumerate(trained):
         assert all(not torch.allclose(one, other, rtol=1e-3) for other in trained[:index])
+
+
+@pytest.mark.parametrize("case", IN_BF16, ids=lambda case: case.name)
+def test_exports_hold_learned_numbers_in_the_type_that_forward_passes_saw(
+    case: Case, on_two_ranks: dict[Case, Outcome]
+) -> None:
+    """FSDP2's policy shows zero points in bf16, where 3.4999 is 3.5 and rounds to 4."""
+    found = on_two_ranks[case]
+    scheme, _ = callback_settings(case)
+    seen = torch.float32 if case.engine == "ddp" else torch.bfloat16
+    moved = 0
+    for name, weight in matrices(case, found.trained).items():
+        scale, zero = (found.trained[f"{name}.learned_weight_{part}"] for part in ("scale", "zero_point"))
+        rounded = zero.to(seen).round().clamp(-8, 7).to(torch.int8)
+        moved += int((rounded != zero.round().clamp(-8, 7)).sum())
+        stored = unpack_tensors(name, found.exported, scheme)
+        assert torch.equal(stored.zero_point, rounded), name
+        assert torch.equal(stored.scale, scale.to(torch.bfloat16))
+        assert torch.equal(stored.codes, weight_codes(weight.to(seen), stored.scale, rounded, scheme.weights)), name
+    assert (moved > 0) == (case.engine == "fsdp2")
 
 
 @pytest.mark.parametrize("case", OFFLOADED, ids=lambda case: case.name)

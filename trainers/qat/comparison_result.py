@@ -80,7 +80,7 @@ class Comparison:
             way: Which.
             seed: One run; `None`: the mean of all.
         """
-        rounded, dense, own = (self._sums(name, seed) for name in ("ft-rtn", "ft", way))  # type: ignore[arg-type]
+        rounded, dense, own = (self._sums(name, seed) for name in ("ft-rtn", "ft", way))
         gap = token_mean(_minus(rounded, dense), self.token_counts)
         if gap.value <= 0 or gap.is_significant is False:
             return None

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...plugins.checkpoint_model import model_class
 from ...plugins.gathering import first_rank, training_device
 from ..model_directory import appearing_directory, output_faults
@@ -29,7 +31,7 @@ from .export_tensors import (
     quantized_layers,
 )
 from .export_verification import proven, reads_tokens
-from .kv_cache import kv_cache_scheme
+from .kv_cache import PARTS, kv_cache_scheme
 
 if TYPE_CHECKING:
     import torch
@@ -131,10 +133,13 @@ def readiness_faults(attachment: Attachment) -> list[Fault]:
         rule = f"has not come to the {wanted} bits of {attachment.scheme.name}"
         fix = "train to the end of the schedule"
         faults.append(Fault(where="bit_schedule", value=f"{state.bits} bits", rule=rule, fix=fix))
+    # Learned ranges are parameters by now.
     learned = attachment.config.ranges == "learned"
-    empty = [name for name, one in attachment.ranges.items() if one.scale is None and not learned]
+    own = {quantizer.name for quantizer in attachment.quantizers() if quantizer.input_range is not None and not learned}
+    wanted_ranges = [name for name in attachment.ranges if name in own or name.rpartition(".")[2] in PARTS]
+    empty = [name for name in wanted_ranges if attachment.ranges[name].scale is None]
     if empty:
-        rule = f"{len(empty)} of {len(attachment.ranges)} have no value, such as {empty[0]}"
+        rule = f"{len(empty)} of {len(wanted_ranges)} have no value, such as {empty[0]}"
         fix = "give QATCallback(calibration=batches), or let observers find them"
         faults.append(Fault(where="ranges", rule=rule, fix=fix))
     return faults
@@ -158,14 +163,14 @@ class _Export:
         layers = quantized_layers(attachment, root)
         tensors = checkpoint_contents(self.found, attachment, root)
         with appearing_directory(self.output.resolve()) as staging:
-            self._write_small_files(staging)
+            self._write_small_files(staging, layers)
             write_weights(tensors, staging)
             answer: dict[str, Any] = {
                 "quantized_layers": len(layers),
                 "stored_bytes": sum(tensor.nbytes for tensor in tensors.values()),
                 "largest_weight_difference": None,
                 "verification": None,
-                "notes": self._notes(verify=verify),
+                "notes": [*mixture_remarks(attachment.scheme, layers), *self._notes(verify=verify)],
             }
             del tensors
             if verify:
@@ -186,13 +191,14 @@ class _Export:
             write_report(_report(attachment, answer, time.perf_counter() - started), staging)
         return answer
 
-    def _write_small_files(self, staging: Path) -> None:
+    def _write_small_files(self, staging: Path, layers: Sequence[LinearLayer]) -> None:
         write_companions(self.root, staging, tokenizer=self.tokenizer, source=self.source)
         write_config(
             self.root,
             self.attachment,
             staging,
             architecture=model_class(self.root).__name__,
+            layers=layers,
             ignore=dense_layers(self.model, self.attachment, self.root),
             kv_cache_scheme=kv_cache_scheme(self.attachment.config),
         )
@@ -207,7 +213,7 @@ class _Export:
         if self.found.adapter and verify:
             notes.append("the base was verified, the adapter beside it was written as it is")
         if verify and not reads_tokens(self.root):
-            notes.append("only weights were compared: this model reads more than the tokens of one text")
+            notes.append("only weights were compared: this model answers to more than the tokens of one text")
         elif verify and self.root.get_output_embeddings() is None:
             notes.append("compared were the outputs of the model's own head, on single rows without padding")
         return notes

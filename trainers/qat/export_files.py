@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, ShardwrightError, UsageError
-from ...ds_configs.quantization.config_json import quantization_config
+from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.quantization.mixtures import mixture_quantization_config
 from ..model_directory import COMPANIONS, INDEX, copy_companions
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def write_config(
     directory: Path,
     *,
     architecture: str,
+    layers: Sequence[LinearLayer],
     ignore: Sequence[str],
     kv_cache_scheme: Mapping[str, Any] | None,
 ) -> None:
@@ -56,7 +58,7 @@ def write_config(
     config.save_pretrained(directory)
     place = directory / "config.json"
     stated = json.loads(place.read_text(encoding="utf-8"))
-    stated["quantization_config"] = quantization_config(attachment.scheme, ignore=ignore)
+    stated["quantization_config"] = mixture_quantization_config(attachment.scheme, layers, ignore=ignore)
     if kv_cache_scheme is not None:
         stated["quantization_config"]["kv_cache_scheme"] = dict(kv_cache_scheme)
     _write_json(place, stated)

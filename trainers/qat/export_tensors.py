@@ -17,6 +17,7 @@ from .attach import Attachment, checkpoint_name
 from .experts import expert_linear_layers, is_fused_experts
 from .fake_quantized_linear import merged_weight
 from .kv_cache import PARTS, kv_cache_tensors
+from .layers import LEARNED
 from .lora import is_lora_linear
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Collector:
             self.found.not_finite += infinite
             return
         module = self._modules[name]
+        parameters = _learned_as_seen(module, parameters)
         # Products and sums of an accelerator differ from the host's in the last bit: round where it was trained.
         placed = {relative: one.to(self._device) for relative, one in parameters.items()}
         if id(module) not in self._rounded:
@@ -240,6 +242,12 @@ def consumed(module: Any) -> tuple[str, ...]:
         return tuple(found)
     adapter = module.active_adapters[0]
     return ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")
+
+
+def _learned_as_seen(module: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return learned scales and zero points in the type of the forward pass: 3.4999 rounds to 3, and to 4 in bf16."""
+    seen = getattr(getattr(module, "quantizer", None), "forward_dtype", None)
+    return {name: one.to(seen) if seen and name in LEARNED else one for name, one in parameters.items()}
 
 
 def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:

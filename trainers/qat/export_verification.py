@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PROBE_TOKENS, _PROBE_ROWS = 128, 4
-_HOLDS_TWICE = 2.5
-"""The reference and the reloaded model lie on the device together, with room to compute."""
+_ROOM = 2.5
+"""Free memory that an accelerator needs to verify, in sizes of the reference: it, the reloaded model, and work."""
 
 
-def trained_reference(found: Collected, attachment: Attachment, root: Any, directory: Path, made_by: type[Any]) -> Any:
+def trained_reference(
+    found: Collected, attachment: Attachment, root: Any, directory: Path, device: torch.device
+) -> Any:
     """Return a model in evaluation mode that computes what training computed, made of what was gathered.
 
     Args:
@@ -44,19 +46,20 @@ def trained_reference(found: Collected, attachment: Attachment, root: Any, direc
         attachment: What rounds.
         root: The Transformers model that was trained.
         directory: Where the checkpoint's `config.json` lies already.
-        made_by: Class of the model.
+        device: The training's, on which adapters are added to their weights: products differ in the last bit elsewhere.
     """
     config = type(root.config).from_pretrained(str(directory))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = empty_model(made_by, config, attachment.stored_dtype)
+    model = empty_model(model_class(root), config, attachment.stored_dtype)
     state = QuantizationState(enabled=True)
     for name, parameters in found.trained.items():
         module, target = attachment.modules[name], model.get_submodule(plain_name(name))
         if is_fused_experts(module):
             _swap_experts(target, name, module, parameters, state)
         else:
-            _swap_linear(target, module, parameters, state)
+            placed = {relative: one.to(device) for relative, one in parameters.items()}
+            _swap_linear(target, module, placed, state)
     _load(model, found.dense)
     _round_cache(model, root, state)
     return model.eval().requires_grad_(False)
@@ -79,9 +82,11 @@ def answers(model: Any, rows: Sequence[Sequence[int]], device: torch.device) -> 
     """Return the logits of the trained model, on the training's device where two models have room there."""
     import torch
 
-    bytes_needed = _HOLDS_TWICE * sum(parameter.nbytes for parameter in model.parameters())
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < bytes_needed:
-        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        bytes_needed = _ROOM * sum(parameter.nbytes for parameter in model.parameters())
+        if torch.cuda.mem_get_info(device)[0] < bytes_needed:
+            device = torch.device("cpu")
     with plain_linear():
         return reference_logits(model.to(device), rows)
 
@@ -131,7 +136,7 @@ def proven(
     """
     difference = largest_weight_difference(found, attachment, root, directory, device)
     if reads_tokens(root):
-        model = trained_reference(found, attachment, root, directory, model_class(root))
+        model = trained_reference(found, attachment, root, directory, device)
         logits = answers(model, probe_rows(root, probe), device)
         del model
         with _same_threads():
@@ -175,10 +180,10 @@ def _swap_linear(target: Any, module: Any, parameters: Mapping[str, Tensor], sta
 
     target.__class__ = FakeQuantizedLinear
     target.quantizer = replace(module.quantizer, state=state)
-    target.weight = torch.nn.Parameter(forward_weight(module, parameters))
+    target.weight = torch.nn.Parameter(forward_weight(module, parameters).cpu())
     for name in LEARNED:
         if name in parameters:
-            target.register_parameter(name, torch.nn.Parameter(parameters[name]))
+            target.register_parameter(name, torch.nn.Parameter(parameters[name].cpu()))
 
 
 def _swap_experts(

@@ -115,6 +115,7 @@ def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Noti
     assert hardware and source and config and attachment and words and samples, "what failed left a fault"
     for remark in scheme_remarks(attachment.scheme, attachment.layers):
         notify(remark)
+    named = teacher_of(settings, model)
     job = training_job(settings, hardware, **(teacher or {}))
     plan = make_plan(load_model(model, revision=settings.revision), hardware, job, notify=notify)
     _check_plan(plan, settings, attachment, samples)
@@ -123,7 +124,7 @@ def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Noti
         source=source,
         config=config,
         layers=attachment.layers,
-        teacher=None if teacher is None else teacher["teacher"].name,
+        teacher=None if named is None else named[0],
         plan=plan,
         samples=evenly_held_out(samples, plan, settings),
         tokenizer=words[0],
