@@ -135,6 +135,8 @@ def _config_faults(stated: Any, scheme: QuantizationScheme, layers: Sequence[Lin
     groups = stated.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return [*faults, f"{where}.config_groups is missing"]
+    if len(wanted["config_groups"]) > 1 and groups.keys() != wanted["config_groups"].keys():
+        return [*faults, f"{where}.config_groups are {sorted(groups)}, not {sorted(wanted['config_groups'])}"]
     for name, group in groups.items():
         for numbers in ("weights", "input_activations"):
             place = f"{where}.config_groups.{name}.{numbers}"

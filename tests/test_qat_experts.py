@@ -395,7 +395,7 @@ def test_schemes_that_round_inputs_pack_experts_in_a_group_of_their_own():
 
 
 def trained(model, scheme, directory, **options):
-    """Train three steps with the stock Trainer and return what was attached."""
+    """Train three steps with the stock Trainer and return it with its callback."""
     samples = [{"input_ids": row, "labels": row} for row in torch.arange(12 * 32).reshape(12, 32) % 384]
     arguments = TrainingArguments(
         str(directory),
@@ -408,8 +408,9 @@ def trained(model, scheme, directory, **options):
         use_cpu=True,
     )
     callback = QATCallback(scheme, **options)
-    Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()
-    return callback.attachment
+    trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])
+    trainer.train()
+    return trainer, callback
 
 
 def write_checkpoint(model, attachment, directory):
@@ -460,12 +461,17 @@ EXPORTED = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": MIXTURE}
 def test_reloaded_checkpoint_is_what_was_trained(name, scheme, dtype, options, tmp_path):
     model = family(name, dtype, **EXPORTED[name])
     before = model.state_dict()["model.layers.1.mlp.experts.down_proj"].clone()
-    attachment = trained(model, scheme, tmp_path / "run", **options)
+    trainer, callback = trained(model, scheme, tmp_path / "run", **options)
+    attachment = callback.attachment
     module = model.model.layers[1].mlp.experts
     assert not torch.equal(module.down_proj, before), "experts were not trained"
     write_checkpoint(model, attachment, tmp_path)
     loaded, keys = reload(tmp_path)
     assert not any(keys.values()), "keys are missing or left over"
+    callback.export(trainer, tmp_path / "exported", verify=False)
+    written, exported = (load_file(place / "model.safetensors") for place in (tmp_path, tmp_path / "exported"))
+    assert written.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in written.items())
     tokens = torch.arange(48)[None] * 7 % 384
     model.eval()
     with torch.no_grad():

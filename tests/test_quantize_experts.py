@@ -152,6 +152,15 @@ def test_zero_points_of_experts_are_refused(mixtures, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_integers_that_no_loader_unpacks_are_refused(mixtures, tmp_path, capsys):
+    """transformers 5.17.0 looks for `weight_packed` of experts; W8A8 would store a byte for each code."""
+    output = str(tmp_path / "q")
+    assert run(["quantize", str(mixtures["mixtral"]), "--scheme", "W8A8", "--output-dir", output]) == 2
+    message = capsys.readouterr().err
+    assert "24 matrices of experts" in message and "W8A16" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_fused_experts_are_not_left_dense_silently(mixtures, tmp_path, capsys):
     assert run(["quantize", str(mixtures["mixtral"]), "--scheme", "NF4", "--output-dir", str(tmp_path / "q")]) == 2
     message = capsys.readouterr().err

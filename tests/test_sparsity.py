@@ -17,7 +17,7 @@ from shardwright.ds_configs.errors import RefusedInputError, UsageError
 from shardwright.plugins.parameter_edit import edit_faults
 from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
 from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
-from shardwright.trainers.sparsity.mask_file import FILE_NAME
+from shardwright.trainers.sparsity.mask_file import FILE_NAME, save_masks
 from shardwright.trainers.sparsity.masks import (
     chosen,
     magnitudes,
@@ -297,18 +297,29 @@ def test_a_resumed_run_goes_on_with_its_masks(tmp_path: Path) -> None:
 
 def test_resuming_with_other_settings_or_broken_masks_is_refused(tmp_path: Path) -> None:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    trainer(tmp_path, tiny_llama(), MagnitudePruningCallback(0.6, end_step=4, every=1), **saving).train()
+    how: dict[str, Any] = {"end_step": 4, "every": 1}
+    mlp, rest = ["re:.*mlp"], ["re:.*self_attn"]
+    both = (MagnitudePruningCallback(0.6, targets=mlp, **how), MagnitudePruningCallback(0.2, targets=rest, **how))
+    trainer(tmp_path, tiny_llama(), *both, **saving).train()
     checkpoint = str(tmp_path / "checkpoint-2")
-    other = MagnitudePruningCallback(0.7, end_step=4, every=1, targets=["re:.*mlp"])
+    again = (MagnitudePruningCallback(0.6, targets=mlp, **how), MagnitudePruningCallback(0.2, targets=rest, **how))
+    trainer(tmp_path, tiny_llama(), *again, **saving).train(resume_from_checkpoint=checkpoint)
+    assert [each.sparsity for each in again] == pytest.approx([0.6, 0.2], abs=1e-3)
     with pytest.raises(UsageError) as caught:
+        other = MagnitudePruningCallback(0.7, targets=mlp, pattern="unstructured", scope="global", **how)
         trainer(tmp_path, tiny_llama(), other, **saving).train(resume_from_checkpoint=checkpoint)
     assert "final_sparsity = 0.7: is not what the checkpoint has (0.6)" in str(caught.value)
-    assert any("self_attn" in fault.where for fault in caught.value.faults)
-    (tmp_path / "checkpoint-2" / FILE_NAME).write_bytes(b"no masks")
-    same = MagnitudePruningCallback(0.6, end_step=4, every=1)
+    assert [fault.where for fault in caught.value.faults] == ["final_sparsity", "scope"]
+    path = tmp_path / "checkpoint-2" / FILE_NAME
+    part = MagnitudePruningCallback(0.6, targets=mlp, **how)
+    save_masks(path.with_name("part.safetensors"), {}, {}, {})
+    path.with_name("part.safetensors").replace(path)
+    with pytest.raises(UsageError, match=r"mlp.*has no mask in the checkpoint"):
+        trainer(tmp_path, tiny_llama(), part, **saving).train(resume_from_checkpoint=checkpoint)
+    path.write_bytes(b"no masks")
     with pytest.raises(RefusedInputError, match="holds no masks"):
-        trainer(tmp_path, tiny_llama(), same, **saving).train(resume_from_checkpoint=checkpoint)
-    (tmp_path / "checkpoint-2" / FILE_NAME).unlink()
+        trainer(tmp_path, tiny_llama(), part, **saving).train(resume_from_checkpoint=checkpoint)
+    path.unlink()
     remarks: list[str] = []
     anew = MagnitudePruningCallback(0.6, end_step=4, every=1, notify=remarks.append)
     trainer(tmp_path, tiny_llama(), anew, **saving).train(resume_from_checkpoint=checkpoint)

@@ -65,9 +65,11 @@ def migration(config: Mapping[str, Any]) -> Migration:
 def message(config: Mapping[str, Any]) -> str:
     """Return on one line what to run in place of the removed blocks, and what has no equivalent."""
     found = migration(config)
-    steps = [shlex.join(command) for command in (found.student, found.command) if command]
-    steps += [f"callbacks=[{callback}]" for callback in found.callbacks]
-    parts = ["use " + ", then ".join(steps)] if steps else []
+    commands = [shlex.join(command) for command in (found.student, found.command) if command]
+    parts = ["use " + ", then ".join(commands)] if commands else []
+    if found.callbacks:
+        beside = ["QATCallback"] if found.command else []
+        parts.append(f"in Python Trainer(callbacks=[{', '.join([*beside, *found.callbacks])}])")
     if found.dropped:
         parts.append("no equivalent: " + ", ".join(f"{each.key} ({each.note})" for each in found.dropped))
     if not parts:

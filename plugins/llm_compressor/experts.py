@@ -34,17 +34,23 @@ def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str])
     return tuple(layers)
 
 
-def expert_faults(scheme: QuantizationScheme, method: str, layers: Sequence[LinearLayer]) -> list[Fault]:
+def expert_faults(scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[Fault]:
     """Return why the experts of a mixture cannot be quantized so that Transformers loads them.
 
-    transformers 5.17.0, `integrations/compressed_tensors.py`: weights of experts are decompressed without
-    `weight_zero_point`, and loading fails with a RuntimeError.
+    transformers 5.17.0, `integrations/compressed_tensors.py`: weights of experts are decompressed from `weight_packed`
+    alone and without `weight_zero_point`; loading anything else fails with a RuntimeError.
     """
     experts = [layer for layer in selected_layers(scheme, layers) if layer.is_expert]
-    if not experts or scheme.weights.symmetric or scheme.storage != "compressed-tensors":
+    if not experts or scheme.storage != "compressed-tensors":
         return []
-    rule = f"{len(experts)} matrices of experts would have zero points, which Transformers 5.17 cannot load"
-    return [Fault(where="scheme", value=scheme.name, rule=rule, fix="use a symmetric scheme such as W4A16")]
+    if not scheme.weights.symmetric:
+        rule = f"{len(experts)} matrices of experts would have zero points, which Transformers 5.17 cannot load"
+        return [Fault(where="scheme", value=scheme.name, rule=rule, fix="use a symmetric scheme such as W4A16")]
+    if scheme.format == "int-quantized":
+        rule = f"{len(experts)} matrices of experts would be stored as integers that Transformers 5.17 cannot load"
+        fix = f"use W{scheme.weights.bits}A16, whose codes are packed"
+        return [Fault(where="scheme", value=scheme.name, rule=rule, fix=fix)]
+    return []
 
 
 def router_modules(model: Any) -> tuple[str, ...]:

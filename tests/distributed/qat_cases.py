@@ -19,6 +19,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "w4": ("W4A16", {}),
     "w8a8": ("W8A8", {}),
     "w2-learned": ("W2A16", {"weight_rule": "learned"}),
+    "w8a8-learned": ("W8A8_STATIC", {"ranges": "learned"}),
     "w4-asym-learned": ("W4A16_ASYM", {"weight_rule": "learned"}),
     # The first step shows ranges alone, and its learning rate is 0.
     "w8a8-static": ("W8A8_STATIC", {"ranges": "moving_average", "start_step": 1}),
@@ -71,7 +72,7 @@ class Case:
             "gradient_checkpointing": self.checkpointing,
             "bf16": self.bf16,
             "optim": "adamw_torch" if self.offload else "sgd",
-            "learning_rate": ADAM_LEARNING_RATE if self.offload else LEARNING_RATE,
+            "learning_rate": ADAM_LEARNING_RATE if self.offload or self.bf16 else LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",
             "warmup_steps": self.steps - 1,
             "weight_decay": 0.0,
@@ -105,6 +106,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 CASES = [Case(**engine, scheme=scheme) for engine in ENGINES for scheme in FP32_SCHEMES]
 CASES += [Case(**engine, scheme="w8a8-static", checkpointing=True) for engine in (DDP, ZERO3, FSDP2)]
+CASES += [Case(**engine, scheme="w8a8-learned") for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, lora=True) for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, mixture=True) for engine in (DDP, ZERO3, FSDP2)]
 CASES += [Case(**ZERO3, scheme="w8a8", verify=True)]

@@ -74,7 +74,8 @@ def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[
     if case.lora:
         model = adapted(model)
     scheme, options = callback_settings(case)
-    callback = QATCallback(scheme, **options)
+    calibration = [collate(samples())] if options.get("ranges") == "learned" else None
+    callback = QATCallback(scheme, calibration=calibration, **options)
     trainer = Trainer(model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback])
     if case.bf16:
         between_codes(callback)

@@ -162,16 +162,7 @@ def model_card(outcome: Outcome) -> str:
         f"`{outcome.student}` trained on `{data.source}` with `{outcome.teacher}` as its teacher: "
         f"{objective_sentence(settings)}",
         "",
-        f"On {data.evaluation_samples} held-out samples of the same dataset:",
-        "",
-        *_comparison_table(outcome.result),
-        "",
-        f"{outcome.result.steps} optimizer steps, {outcome.result.tokens:,} tokens, sequences of "
-        f"{settings.seq_len} tokens; the settings are in [{REPORT_FILE}]({REPORT_FILE}), every logged step in "
-        f"[{METRICS_FILE}]({METRICS_FILE}).",
-        "",
-        "## License",
-        "",
+        *outcome.card_measures(outcome.result, settings, _comparison_table(outcome.result)),
         f"Student: {license_of(outcome.student)}. Teacher: {license_of(outcome.teacher)}. A student may inherit terms "
         "of its teacher and of the data: read all three before you publish it.",
     ]

@@ -79,6 +79,20 @@ class LaunchedOutcome:
             f"({tokens_per_second(result):,.0f} tokens/s over all ranks), {self.seconds:.0f} s in all."
         )
 
+    def card_measures(self, result: StepResult, settings: LaunchedSettings, measured: Sequence[str]) -> list[str]:
+        """Return what a model card says of the held-out samples and of training, up to the heading of its licence."""
+        return [
+            f"On {self.statistics.evaluation_samples} held-out samples of the same dataset:",
+            "",
+            *measured,
+            "",
+            f"{result.steps} optimizer steps, {result.tokens:,} tokens, sequences of {settings.seq_len} tokens; the "
+            f"settings are in [{REPORT_FILE}]({REPORT_FILE}), every logged step in [{METRICS_FILE}]({METRICS_FILE}).",
+            "",
+            "## License",
+            "",
+        ]
+
     def speed_line(self, result: StepResult) -> str:
         """Return the same for a terminal."""
         return (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
+from ...ds_configs.quantization.mixtures import expert_scheme
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.llm_compressor.experts import expert_faults, router_modules, router_patterns
 from .config import QATConfig
@@ -182,7 +183,7 @@ def _model_faults(
     if not layers:
         rule = "has no linear layers (GPT-2's Conv1D and layers that are quantized already cannot be trained)"
         return [Fault(where="model", value=type(model).__name__, rule=rule)]
-    faults = scheme_faults(scheme, layers) + expert_faults(scheme, "qat", layers)
+    faults = scheme_faults(scheme, layers) + expert_faults(expert_scheme(scheme), layers)
     faults += kv_cache_faults(model, config)
     chosen = selected_layers(scheme, layers)
     if config.learns_scales and any(layer.is_expert for layer in chosen):

@@ -11,8 +11,10 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...plugins.deepspeed import share_with_zero3
+from ..notes import note
 from .attach import Attachment, attach, attachment_of
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
 from .config import QATConfig
@@ -37,7 +39,7 @@ class QATCallback(TrainerCallback, ExportableState):
         scheme: Name of a scheme, as for `shardwright quantize`, or a scheme.
         calibration: Batches that give stored ranges of activations their values, as the model takes them; or a file
             that `save_ranges` wrote. Needed for schemes such as W8A8_STATIC with ranges that are calibrated or learned.
-        notify: Receives remarks.
+        notify: Receives remarks; default: standard error, of the first rank alone.
         options: Fields of `QATConfig`.
 
     Raises:
@@ -49,7 +51,7 @@ class QATCallback(TrainerCallback, ExportableState):
         scheme: str | QuantizationScheme = "W4A16",
         *,
         calibration: Iterable[Any] | str | Path | None = None,
-        notify: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = note,
         **options: Any,
     ) -> None:
         found = scheme_named(scheme) if isinstance(scheme, str) else scheme
@@ -70,6 +72,8 @@ class QATCallback(TrainerCallback, ExportableState):
         found = attachment_of(model)
         if found is None:
             found = attach(model, self.config, stored_dtype=_training_dtype(training_arguments))
+            for remark in mixture_remarks(found.scheme, found.layers):
+                self._notify(remark)
             self._fill_ranges(model, found)
         self.attachment = found
         return found

@@ -63,13 +63,18 @@ class Comparison:
         found = {each.way for each in self.measurements}
         return tuple(way for way in WAYS if way in found)
 
+    def seeds_of(self, way: Way) -> tuple[int, ...]:
+        """Return the seeds with which a way was measured."""
+        return tuple(each.seed for each in self._of(way))
+
     def perplexity(self, way: Way | None) -> Estimate:
         """Return ``exp`` of the mean cross-entropy; of the untrained model for `None`."""
-        return exponential(token_mean(self._sums(way), self.token_counts))
+        sums = self.untrained_loss_sums if way is None else self._sums(way, self.seeds)
+        return exponential(token_mean(sums, self.token_counts))
 
     def excess(self, way: Way) -> Estimate:
         """Return the cross-entropy above that of the fine-tuned model in nats per token, with its paired error."""
-        return token_mean(_minus(self._sums(way), self._sums("ft")), self.token_counts)
+        return self.advantage("ft", way)
 
     def recovered(self, way: Way, seed: int | None = None) -> Estimate | None:
         """Return the share of the gap between rounding and fine-tuning that a way closes, with its paired error.
@@ -80,7 +85,8 @@ class Comparison:
             way: Which.
             seed: One run; `None`: the mean of all.
         """
-        rounded, dense, own = (self._sums(name, seed) for name in ("ft-rtn", "ft", way))
+        seeds = self.seeds_of(way) if seed is None else (seed,)
+        rounded, dense, own = (self._sums(name, seeds) for name in ("ft-rtn", "ft", way))
         gap = token_mean(_minus(rounded, dense), self.token_counts)
         if gap.value <= 0 or gap.is_significant is False:
             return None
@@ -88,12 +94,16 @@ class Comparison:
 
     def recovered_by_seed(self, way: Way) -> tuple[float, ...]:
         """Return the share of each run; runs without a gap are left out."""
-        found = (self.recovered(way, seed) for seed in self.seeds)
+        found = (self.recovered(way, seed) for seed in self.seeds_of(way))
         return tuple(each.value for each in found if each is not None)
 
     def advantage(self, way: Way, rival: Way) -> Estimate:
-        """Return how far a way's cross-entropy lies below a rival's, in nats per token, with its paired error."""
-        return token_mean(_minus(self._sums(rival), self._sums(way)), self.token_counts)
+        """Return how far a way's cross-entropy lies below a rival's, in nats per token, with its paired error.
+
+        Over the seeds that both have.
+        """
+        seeds = tuple(seed for seed in self.seeds_of(way) if seed in self.seeds_of(rival))
+        return token_mean(_minus(self._sums(rival, seeds), self._sums(way, seeds)), self.token_counts)
 
     def export_difference(self, way: Way) -> float | None:
         """Return the largest difference in nats per token between trained and exported model; `None` without export."""
@@ -130,10 +140,8 @@ class Comparison:
     def _of(self, way: Way) -> list[Measurement]:
         return [each for each in self.measurements if each.way == way]
 
-    def _sums(self, way: Way | None, seed: int | None = None) -> tuple[float, ...]:
-        if way is None:
-            return self.untrained_loss_sums
-        found = [each.loss_sums for each in self._of(way) if seed is None or each.seed == seed]
+    def _sums(self, way: Way, seeds: tuple[int, ...]) -> tuple[float, ...]:
+        found = [each.loss_sums for each in self._of(way) if each.seed in seeds]
         return tuple(fmean(column) for column in zip(*found, strict=True))
 
 

@@ -204,16 +204,7 @@ def model_card(outcome: Outcome) -> str:
         "group sizes that it has kernels for."
         + (" The trained adapter lies in `adapter`, for PEFT; without it the model is merely rounded." * adapter),
         "",
-        f"On {data.evaluation_samples} held-out samples of the same dataset:",
-        "",
-        *_stage_table(outcome.result),
-        "",
-        f"{outcome.result.steps} optimizer steps, {outcome.result.tokens:,} tokens, sequences of "
-        f"{settings.seq_len} tokens; the settings are in [{REPORT_FILE}]({REPORT_FILE}), every logged step in "
-        f"[{METRICS_FILE}]({METRICS_FILE}).",
-        "",
-        "## License",
-        "",
+        *outcome.card_measures(outcome.result, settings, _stage_table(outcome.result)),
         f"{'. '.join(f'{name}: {license_of(name)}' for name in dict.fromkeys(models))}. The checkpoint may inherit "
         "terms of these and of the data: read them before you publish it.",
     ]

@@ -105,7 +105,7 @@ def prepare(
     if source is None or resolved is None:
         raise UsageError(faults)
     scheme = _scheme_for(resolved, source)
-    faults += scheme_faults(scheme, source.layers) + expert_faults(scheme, resolved.method, source.layers)
+    faults += scheme_faults(scheme, source.layers) + expert_faults(scheme, source.layers)
     samples, tokenizer, seq_len = None, None, settings.seq_len
     with _collecting(faults):
         tokenizer = _tokenizer(source)

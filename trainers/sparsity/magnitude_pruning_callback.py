@@ -182,7 +182,7 @@ class MagnitudePruningCallback(TrainerCallback):
         self._editor.finish()
 
     def _set_to_zero(self, name: str, flat: Tensor, start: int) -> None:
-        set_to_zero(flat, self._masks[name, start, flat.numel()])
+        set_to_zero(flat, self._masks[name, start, flat.numel()].to(flat.device))
 
     def _settings(self) -> dict[str, Any]:
         schedule = self.schedule

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE_NAME = "pruning_masks.safetensors"
-"""In every checkpoint, beside the weights."""
+"""In every checkpoint, beside the weights; several callbacks share it."""
+_METADATA = "masks"
+_SHOWN = 8
 
 
 def save_masks(path: Path, masks: Mapping[str, Tensor], settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-    """Write packed masks by the name of the layer.
+    """Write packed masks by the name of the layer, beside those of other layers that the file holds.
 
     Args:
         path: Of the file.
@@ -27,40 +29,53 @@ def save_masks(path: Path, masks: Mapping[str, Tensor], settings: Mapping[str, A
     """
     from safetensors.torch import save_file
 
+    kept, others = _read(path) if path.is_file() else ({}, {})
+    described = kept | {name: {"shape": list(shapes[name]), **settings} for name in masks}
     temporary = path.with_suffix(".part")
-    metadata = {"format": "pt", "settings": json.dumps(settings), "shapes": json.dumps(shapes)}
-    save_file(dict(masks), temporary, metadata=metadata)
+    save_file(others | dict(masks), temporary, metadata={"format": "pt", _METADATA: json.dumps(described)})
     temporary.replace(path)
 
 
 def load_masks(path: Path, settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the packed masks of a checkpoint.
+    """Return the packed masks of a checkpoint for the layers in `shapes`.
 
     Raises:
         UsageError: they were made with other settings or for another model; all differences at once.
         RefusedInputError: the file is none of these.
     """
+    described, masks = _read(path)
+    fix = "resume with the same, or start anew from the model"
+    faults = [
+        Fault(where=name, rule="has no mask in the checkpoint", fix=fix) for name in shapes if name not in described
+    ]
+    differences = {
+        (key, json.dumps(value), json.dumps(described[name].get(key)))
+        for name, shape in shapes.items()
+        if name in described
+        for key, value in {"shape": list(shape), **settings}.items()
+        if described[name].get(key) != value
+    }
+    faults += [
+        Fault(where=key, value=json.loads(wanted), rule=f"is not what the checkpoint has ({found})", fix=fix)
+        for key, wanted, found in sorted(differences)
+    ]
+    if faults:
+        raise UsageError(faults[:_SHOWN])
+    broken = [name for name, (rows, columns) in shapes.items() if masks[name].numel() != (rows * columns + 7) // 8]
+    if broken:
+        raise RefusedInputError(Fault(where=str(path), value=broken[0], rule="has another number of bits than weights"))
+    return {name: masks[name] for name in shapes}
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            kept = {name: json.loads(metadata[name]) for name in ("settings", "shapes")}
-            masks = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            described = json.loads((file.metadata() or {})[_METADATA])
+            if not isinstance(described, dict) or not all(isinstance(each, dict) for each in described.values()):
+                raise ValueError("its description is no object of objects")
+            return described, {name: file.get_tensor(name) for name in described}
     except (SafetensorError, KeyError, ValueError) as error:
         fix = "resume from another checkpoint"
         raise RefusedInputError(Fault(where=str(path), rule=f"holds no masks: {error}", fix=fix)) from error
-    wanted = {"settings": json.loads(json.dumps(settings)), "shapes": json.loads(json.dumps(shapes))}
-    fix = "resume with the same, or start anew from the model"
-    faults = [
-        Fault(where=key, value=part.get(key), rule=f"is not what the checkpoint has ({kept[name].get(key)!r})", fix=fix)
-        for name, part in wanted.items()
-        for key in {**part, **kept[name]}
-        if part.get(key) != kept[name].get(key)
-    ]
-    if faults:
-        raise UsageError(faults[:8])
-    broken = [name for name, (rows, columns) in shapes.items() if masks[name].numel() != (rows * columns + 7) // 8]
-    if broken:
-        raise RefusedInputError(Fault(where=str(path), value=broken[0], rule="has another number of bits than weights"))
-    return masks
