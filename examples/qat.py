@@ -103,7 +103,10 @@ def main(output: Path | None = None) -> None:
             judged = evaluate_model(str(path), text=text, measure_speeds=False).model
             bounds = f"{judged.perplexity.value:8.3f} ± {judged.perplexity.standard_error:.3f}"
             print(f"{part:28} {bounds:>18} {judged.sizes.file_bytes / 1e6:10.2f}")
-        print(found)
+        print(
+            f"exported and trained model differ by {found.largest_weight_difference} in weights "
+            f"and {found.largest_logit_difference} in logits"
+        )
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_table_words_and_picture(tmp_path):
         *(LABELS[way] for way in found.ways),
     ]
     assert "80.0 ± " in lines[-1] and "75, 85" in lines[-1]
-    assert verdicts(found) == ["- QAT ends 126.0 ± 6.0 thousandths of a nat below FT → GPTQ, more than chance."]
+    assert verdicts(found) == ["- QAT ends 126.0 ± 6.9 thousandths of a nat below FT → GPTQ, more than chance."]
     page = comparison_page(found, "picture.png")
     assert all(line in page for line in lines) and "![Gap recovered by each way](picture.png)" in page
     draw_comparison(found, tmp_path / "picture.png")

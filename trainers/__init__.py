@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from .plan_callback import PlanCallback
     from .qat.callback import QATCallback
     from .qat.config import QATConfig
+    from .sparsity.l1_sparsity_callback import L1SparsityCallback
+    from .sparsity.magnitude_pruning_callback import MagnitudePruningCallback
 
 __all__ = [
     "CLIPDistillationTrainer",
     "DistillationConfig",
     "DistillationTrainer",
+    "L1SparsityCallback",
+    "MagnitudePruningCallback",
     "PlanCallback",
     "QATCallback",
     "QATConfig",
@@ -26,6 +30,8 @@ _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
     "DistillationConfig": ".distillation.config",
     "DistillationTrainer": ".distillation.trainer",
+    "L1SparsityCallback": ".sparsity.l1_sparsity_callback",
+    "MagnitudePruningCallback": ".sparsity.magnitude_pruning_callback",
     "PlanCallback": ".plan_callback",
     "QATCallback": ".qat.callback",
     "QATConfig": ".qat.config",

@@ -13,7 +13,8 @@ Gradients, with ``v = w / s + z`` and ``q = round(clamp(v))``:
                                                         both times g = 1 / √(n · (2^(b-1) - 1)), n elements a scale
 
 "Inside" ends half a step beyond the last codes, -2^(b-1) - ½ ≤ v ≤ 2^(b-1) - ½: up to there rounding is off by half a
-step at most. A range that is the tensor's own (its least and largest number) has nothing outside.
+step at most. A range that is the tensor's own (its least and largest number) has nothing outside,
+and ternary and binary weights pass every gradient, as BitNet does.
 
 Shapes: O output channels, I input channels, G groups of a row.
 """
