@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.plan import Plan
 from ...ds_configs.quantization.layers import LinearLayer, scheme_remarks
+from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ...plugins.meta_model import build_meta_model
 from ...plugins.models import load_model
@@ -113,7 +114,8 @@ def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Noti
     if faults:
         raise UsageError(faults)
     assert hardware and source and config and attachment and words and samples, "what failed left a fault"
-    for remark in scheme_remarks(attachment.scheme, attachment.layers):
+    shown = attachment.scheme, attachment.layers
+    for remark in (*scheme_remarks(*shown), *mixture_remarks(*shown)):
         notify(remark)
     named = teacher_of(settings, model)
     job = training_job(settings, hardware, **(teacher or {}))
