@@ -40,7 +40,7 @@ def interrupt_after(command: list[str], directory: Path, *, steps: int) -> int:
     metrics = directory / "out" / "metrics.jsonl"
     with (directory / "first.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
             if metrics.is_file() and len(metrics.read_text().splitlines()) >= steps:
                 process.send_signal(signal.SIGINT)
@@ -81,7 +81,7 @@ def test_interrupted_resumed_and_exported(tmp_path: Path, deepspeed_cpu_ops: Non
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=400,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
