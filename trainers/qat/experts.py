@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...ds_configs.errors import Fault
 from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.mixtures import expert_scheme
@@ -24,6 +22,7 @@ from .grouped_linear import GroupedRounding, grouped_fake_quantized_linear
 from .layers import LayerQuantizer
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _Matrices = Mapping[str, tuple[str, ...]]
@@ -133,6 +132,9 @@ class FakeQuantizedExperts:
             top_k_index: Experts of each token [N, K].
             top_k_weights: Their weights [N, K].
         """
+
+        import torch
+
         quantizer = next(iter(self.quantizers.values()))
         if not quantizer.state.enabled:
             plain: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
@@ -181,6 +183,9 @@ def _by_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> tupl
 
     Indices beyond the last expert stand for experts of other ranks, and are left out.
     """
+
+    import torch
+
     chosen_S = top_k_index.t().reshape(-1)
     order_S = torch.argsort(chosen_S, stable=True)
     counts = torch.bincount(chosen_S, minlength=experts)[:experts]
@@ -248,6 +253,8 @@ def _checkpoint_names(model: Any, name: str) -> dict[str, str]:
     Numbers are sent through the conversion that saving does in place of weights; where they come out says which matrix
     a name means.
     """
+
+    import torch
     from transformers.core_model_loading import revert_weight_conversion
 
     root, prefix = _pretrained(model)
