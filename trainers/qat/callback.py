@@ -97,9 +97,9 @@ class QATCallback(TrainerCallback, ExportableState):
         """Attach to a model that `model_init` made, take up a resumed run, and check that nothing stands in the way."""
         fresh = attachment_of(model) is None
         attachment = self.prepare(args, model)
+        self._take_up(state)
         faults = training_faults(attachment, args, state.max_steps, optimizer)
         _raise(foreign_optimizer_faults(attachment) if fresh else faults)
-        self._take_up(state)
         if args.weight_decay and attachment.config.learns_scales:
             self._notify(f"weight_decay = {args.weight_decay} draws learned scales towards zero too")
         share_with_zero3(attachment.modules.values())

@@ -34,7 +34,9 @@ def run_qat(prepared: Prepared, output_dir: Path, *, resume: bool, notify: Notif
     plan, samples = prepared.plan, prepared.samples
     with tempfile.TemporaryDirectory(prefix="shardwright-qat-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
-        if prepared.needs_calibration:
+        # A checkpoint holds the ranges that its training began with.
+        calibrates = prepared.needs_calibration and not resume
+        if calibrates:
             calibrate(prepared, work / RANGES_FILE, notify)
         plan_directory = output_dir.absolute() / PLAN_DIRECTORY
         plan.write(plan_directory, force=True)
@@ -49,7 +51,7 @@ def run_qat(prepared: Prepared, output_dir: Path, *, resume: bool, notify: Notif
             training_arguments=arguments_of(prepared.settings, plan, samples, output_dir),
             teacher=prepared.teacher,
             vocab_size=prepared.vocab_size,
-            calibrated=prepared.needs_calibration,
+            calibrated=calibrates,
             **job_fields(plan, samples, output_dir, resume=resume),
         )
         launch(_WORKER, job, plan, plan_directory, work, on_step)
