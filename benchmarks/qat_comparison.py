@@ -113,7 +113,7 @@ def write(found: Comparison) -> None:
     """Keep the figures, put their table in the document, and draw them."""
     MEASURED.write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
     DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8"), found), encoding="utf-8")
-    draw_comparison(found, PICTURE)
+    draw_comparison(found, PICTURE, costs=False)
 
 
 if __name__ == "__main__":

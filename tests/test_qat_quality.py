@@ -26,7 +26,7 @@ from shardwright.trainers.qat.comparison_report import (
 from shardwright.trainers.qat.comparison_result import Measurement
 from small_llama import shared_llama
 
-STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 200, 2, 1e-3, 48
+STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 250, 2, 4e-4, 48
 
 
 def samples(rows_NS: torch.Tensor) -> list[dict[str, list[int]]]:
@@ -55,12 +55,13 @@ def measured(llama) -> Comparison:
 
 
 def test_learned_scales_recover_more_than_gptq(measured):
-    """TODO margin."""
+    """Margin: 70 % of the gap, and 5 thousandths of a nat below GPTQ; 84 % and 17 ± 5 were found on 32 of these rows."""
     learned, gptq = measured.recovered("qat-learned"), measured.recovered("ft-gptq")
     assert learned is not None and gptq is not None
-    assert learned.value > gptq.value
-    assert measured.advantage("qat-learned", "ft-gptq").value > 0
-    assert measured.excess("ft-rtn").is_significant
+    assert learned.value > max(0.7, gptq.value)
+    assert measured.advantage("qat-learned", "ft-gptq").value > 0.005
+    rounding = measured.advantage("qat-learned", "ft-rtn")
+    assert rounding.value > 5 * rounding.standard_error > 0
 
 
 def test_the_exported_model_is_the_trained_one(measured):
@@ -187,6 +188,10 @@ def test_the_document_shows_what_was_measured():
     assert found.seeds == qat_comparison.SEEDS and found.steps == qat_comparison.STEPS
     assert set(found.ways) == set(WAYS)
     assert not qat_comparison.misses(found)
+    for seed in found.seeds:
+        assert found.recovered("qat", seed).value > found.recovered("ft-gptq", seed).value
+    assert found.advantage("qat", "ft-gptq").is_significant
+    assert found.advantage("qat-learned", "qat").value > 0
     assert not qat_overhead.misses(qat_overhead.stored())
 
 

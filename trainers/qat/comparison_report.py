@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -84,37 +84,53 @@ def verdicts(found: Comparison) -> list[str]:
     return lines
 
 
-def draw_comparison(found: Comparison, path: Path) -> None:
-    """Draw the gap recovered with two standard errors and every seed, and time and memory beside fine-tuning's."""
+def draw_comparison(found: Comparison, path: Path, *, costs: bool = True) -> None:
+    """Draw the gap recovered with two standard errors and every seed.
+
+    Args:
+        found: What was measured.
+        path: Where the picture goes, as PNG.
+        costs: Whether time and bytes of a step stand beside it, in units of fine-tuning's.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11 if costs else 6.5, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    shown = [way for way in found.ways if found.recovered(way) is not None]
-    for place, way in enumerate(shown):
-        share = found.recovered(way)
-        assert share is not None, "ways without a share are not shown"
+    panels = figure.subplots(1, 1 + costs, squeeze=False)[0]
+    _draw_shares(panels[0], found)
+    if costs:
+        _draw_costs(panels[1], found)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _draw_shares(axes: Any, found: Comparison) -> None:
+    shares = {way: share for way in found.ways if (share := found.recovered(way)) is not None}
+    for place, (way, share) in enumerate(shares.items()):
         error = 200 * (share.standard_error or 0)
-        left.bar(place, 100 * share.value, color=f"C{place}", alpha=0.7, yerr=error, capsize=3)
+        axes.bar(place, 100 * share.value, color=f"C{place}", alpha=0.7, yerr=error, capsize=3)
         seeds = found.recovered_by_seed(way)
-        left.plot([place] * len(seeds), [100 * each for each in seeds], "k.", markersize=4)
-    left.set_xticks(range(len(shown)), [LABELS[way] for way in shown], rotation=25, ha="right", fontsize=8)
-    left.set(ylabel="% of the gap FT → RTN recovered", title=f"{found.scheme}, {found.steps} steps, 2 standard errors")
-    left.grid(axis="y", alpha=0.3)
+        axes.plot([place] * len(seeds), [100 * each for each in seeds], "k.", markersize=4)
+    _name_ways(axes, list(shares))
+    axes.set(ylabel="% of the gap FT → RTN recovered", title=f"{found.scheme}, {found.steps} steps, 2 standard errors")
+
+
+def _draw_costs(axes: Any, found: Comparison) -> None:
     trained = [way for way in found.ways if not way.startswith("ft-")]
     for offset, name, amounts in (
         (-0.2, "time of a step", [found.seconds_per_step(way) / found.seconds_per_step("ft") for way in trained]),
         (0.2, "peak bytes", [found.peak_bytes(way) / found.peak_bytes("ft") for way in trained]),
     ):
-        right.bar([place + offset for place in range(len(trained))], amounts, width=0.38, label=name)
-    right.set_xticks(range(len(trained)), [LABELS[way] for way in trained], rotation=25, ha="right", fontsize=8)
-    right.set(title="cost beside fine-tuning")
-    right.axhline(1, color="k", linewidth=0.5)
-    right.grid(axis="y", alpha=0.3)
-    right.legend(fontsize=8)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+        axes.bar([place + offset for place in range(len(trained))], amounts, width=0.38, label=name)
+    _name_ways(axes, trained)
+    axes.set(title="cost beside fine-tuning")
+    axes.axhline(1, color="k", linewidth=0.5)
+    axes.legend(fontsize=8)
+
+
+def _name_ways(axes: Any, ways: Sequence[Way]) -> None:
+    axes.set_xticks(range(len(ways)), [LABELS[way] for way in ways], rotation=25, ha="right", fontsize=8)
+    axes.grid(axis="y", alpha=0.3)
 
 
 def _row(found: Comparison, way: Way) -> list[Any]:
