@@ -25,6 +25,8 @@ BUILDERS: Mapping[str, str] = {
     "async_io": "AsyncIOBuilder",
 }
 """DeepSpeed's builder of each operator that CPU ranks may load."""
+_BUILT_ALONG: Mapping[str, tuple[str, ...]] = {"async_io": ("pin_memory",)}
+"""Operators that another one's builder compiles first, seen with deepspeed 0.19.8 (`op_builder/async_io.py`)."""
 
 _COMPILE = """
 import sys
@@ -95,9 +97,8 @@ def extensions_directory() -> Path:
 
 def stale_locks(directory: Path, operators: Sequence[str] = tuple(BUILDERS)) -> list[Path]:
     """Return the `lock` files of DeepSpeed's operators below `directory` that no process has open."""
-    locks = [
-        lock for name in operators for lock in (*directory.glob(f"{name}/lock"), *directory.glob(f"*/{name}/lock"))
-    ]
+    built = [part for name in operators for part in (name, *_BUILT_ALONG.get(name, ()))]
+    locks = [lock for name in built for lock in (*directory.glob(f"{name}/lock"), *directory.glob(f"*/{name}/lock"))]
     return sorted(lock for lock in locks if not is_open_somewhere(lock))
 
 

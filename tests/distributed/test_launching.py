@@ -109,8 +109,9 @@ def test_a_launcher_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_stale_when_no_process_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stale, held, foreign = (tmp_path / name / "lock" for name in ("cpu_adam", "py311_cpu/async_io", "other_op"))
-    for lock in (stale, held, foreign):
+    names = ("cpu_adam", "pin_memory", "py311_cpu/async_io", "other_op")
+    stale, along, held, foreign = (tmp_path / name / "lock" for name in names)
+    for lock in (stale, along, held, foreign):
         lock.parent.mkdir(parents=True)
         lock.touch()
     code = "import sys; lock = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
@@ -118,9 +119,9 @@ def test_a_lock_is_stale_when_no_process_has_it_open(tmp_path: Path, monkeypatch
     with subprocess.Popen([sys.executable, "-c", code, str(held)], text=True, **pipes) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "open\n"
-        assert stale_locks(tmp_path) == [stale]
+        assert stale_locks(tmp_path) == [stale, along]
         holder.communicate()
-    assert stale_locks(tmp_path) == [stale, held]
+    assert stale_locks(tmp_path) == [stale, along, held]
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(StaleLockError, match=f"delete it: rm {stale}"):
         prepare_operators(["cpu_adam"])

@@ -137,7 +137,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
             if rounding.inputs is not None:
                 kept = None if input_scale is None else stored_scale(input_scale, _stored_dtype(rounding))
                 by_inputs, by_input_scale, by_input_zero = input_gradients(
-                    by_inputs, inputs, rounding.inputs, kept, input_zero_point
+                    by_inputs, inputs, rounding.inputs, kept, input_zero_point, learned=needs[5] or needs[6]
                 )
         by_weight = by_scale = by_zero = None
         if any(needs[place] for place in (1, 3, 4, 7, 8)):

@@ -157,8 +157,10 @@ def input_gradients(
     quantization: ActivationQuantization,
     scale: Tensor | None,
     zero_point: Tensor | None,
+    *,
+    learned: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dL/dx, dL/ds and dL/dz from dL/dx'; the last two are for static ranges alone.
+    """Return dL/dx, dL/ds and dL/dz from dL/dx'; the last two are for ranges that are learned.
 
     A dynamic range is the token's own, so that nothing lies outside.
     """
@@ -171,6 +173,8 @@ def input_gradients(
     stored_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits).to(ratio.dtype)
     shifted = ratio if stored_zero is None else ratio + stored_zero
     inside = _inside(shifted, quantization.bits)
+    if not learned:
+        return gradient * inside, None, None
     levels = torch.round(torch.clamp(shifted, *code_range(quantization.bits)))
     centred = levels if stored_zero is None else levels - stored_zero
     shrink = _lsq_shrink(inputs.shape[-1], quantization.bits)
@@ -183,15 +187,14 @@ def input_gradients(
 
 
 def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:
-    """Return a scale as the checkpoint holds it: in the stored type, and where it is not above zero the type's epsilon.
+    """Return a scale as the checkpoint holds it: in the stored type, and at least the type's smallest normal number.
 
-    compressed-tensors 0.19.0 does so with scales of zero (`quantization/utils/helpers.py`, `calculate_qparams`).
+    A learned scale that training has pushed to zero or below thus stays there, and its gradient can bring it back; NaN
+    stays NaN, so that an export can refuse it.
     """
     import torch
 
-    rounded = scale.detach().to(stored_dtype)
-    # NaN stays NaN, so that an export can refuse it.
-    return torch.where(~(rounded <= 0), rounded, torch.full_like(rounded, torch.finfo(stored_dtype).eps))
+    return scale.detach().to(stored_dtype).clamp(min=torch.finfo(stored_dtype).tiny)
 
 
 def stored_zero_point(zero_point: Tensor, bits: int) -> Tensor:
