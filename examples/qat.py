@@ -78,18 +78,18 @@ def main(output: Path | None = None) -> None:
     documents, tokenizer = read_documents(None), byte_tokenizer(VOCAB_SIZE)
     samples = pack([text for index, text in enumerate(documents) if index % HELD_OUT], tokenizer, SEQ_LEN)
     learner = model()
-    train(learner, samples, steps=120, rate=4e-3)
+    train(learner, samples, steps=80, rate=4e-3)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "held_out.txt").write_text("\n".join(documents[::HELD_OUT]), encoding="utf-8")
         tuned = copy.deepcopy(learner)
-        train(tuned, samples, steps=120, rate=2e-3)
+        train(tuned, samples, steps=80, rate=2e-3)
         tuned.save_pretrained(directory / "tuned")
         tokenizer.save_pretrained(directory / "tuned")
         quantize(str(directory / "tuned"), directory / "rounded", scheme=SCHEME, method="rtn", evaluate=False)
 
         callback = QATCallback(SCHEME)
-        trainer = train(learner, samples, steps=120, rate=2e-3, callback=callback)
+        trainer = train(learner, samples, steps=80, rate=2e-3, callback=callback)
         trained = output or directory / "trained"
         found = callback.export(trainer, trained, tokenizer=tokenizer)
 

@@ -55,7 +55,7 @@ def measured(llama) -> Comparison:
 
 
 def test_learned_scales_recover_more_than_gptq(measured):
-    """Margin: 70 % of the gap, and 5 thousandths of a nat below GPTQ; 84 % and 17 ± 5 were found on 32 of these rows."""
+    """Margin: 70 % of the gap, and 5 thousandths of a nat below GPTQ; 84 % and 17 ± 5 were found on 32 rows."""
     learned, gptq = measured.recovered("qat-learned"), measured.recovered("ft-gptq")
     assert learned is not None and gptq is not None
     assert learned.value > max(0.7, gptq.value)
@@ -70,8 +70,11 @@ def test_the_exported_model_is_the_trained_one(measured):
     assert measured.export_difference("ft") is None
 
 
-def test_rounding_costs_no_memory_that_stays(measured):
-    assert measured.peak_bytes("qat-learned") <= 1.05 * measured.peak_bytes("ft")
+def test_rounding_adds_the_work_on_one_matrix_and_no_copy_of_the_model(measured, llama):
+    """3.4 of the largest matrices were found, and parameters of the scales with their two moments."""
+    matrices = [4 * weight.numel() for weight in llama.model.model.layers.parameters() if weight.ndim == 2]
+    added = measured.peak_bytes("qat-learned") - measured.peak_bytes("ft")
+    assert added <= 5 * max(matrices) < 0.8 * sum(matrices)
 
 
 def measurement(way, seed, *losses, exported=None, seconds=1.0, peak_bytes=1000):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .distillation.trainer import DistillationTrainer
     from .plan_callback import PlanCallback
     from .qat.callback import QATCallback
+    from .qat.comparison import compare_qat
     from .qat.config import QATConfig
     from .sparsity.l1_sparsity_callback import L1SparsityCallback
     from .sparsity.magnitude_pruning_callback import MagnitudePruningCallback
@@ -24,6 +25,7 @@ __all__ = [
     "PlanCallback",
     "QATCallback",
     "QATConfig",
+    "compare_qat",
 ]
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "PlanCallback": ".plan_callback",
     "QATCallback": ".qat.callback",
     "QATConfig": ".qat.config",
+    "compare_qat": ".qat.comparison",
 }
 
 
