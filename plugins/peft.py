@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..ds_configs.errors import Fault, UsageError
+
 DEFAULT_RANK = 16
 ALL_LINEAR = "all-linear"
 
@@ -19,13 +21,23 @@ def add_lora(model: Any, *, rank: int | None, targets: str | None, fp32_adapters
 
     `targets` names modules separated by commas, or `all-linear`. `fp32_adapters` is for engines that keep no other
     fp32 copy of them; DeepSpeed keeps one in its optimizer.
+
+    Raises:
+        UsageError: no module has one of the names.
     """
     from peft import LoraConfig, get_peft_model
 
     chosen_rank, chosen_targets = rank or DEFAULT_RANK, targets or ALL_LINEAR
     modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
     lora = LoraConfig(r=chosen_rank, lora_alpha=2 * chosen_rank, target_modules=modules, task_type="CAUSAL_LM")
-    return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
+    try:
+        return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
+    except ValueError as error:
+        known = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ == "Linear"}
+        if chosen_targets == ALL_LINEAR or known & set(modules):
+            raise
+        rule, fix = "names no module of the model", f"linear layers are {', '.join(sorted(known))}; or {ALL_LINEAR}"
+        raise UsageError(Fault(where="lora_targets", value=chosen_targets, rule=rule, fix=fix)) from error
 
 
 def four_bit_loading(dtype: Any) -> Any:

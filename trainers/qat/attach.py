@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ class Attachment:
     """Modules that round, by their names in the model."""
     layers: tuple[LinearLayer, ...]
     """Matrices that are rounded, by their names in the checkpoint."""
+    lora_rank: int | None = None
+    """Rank of the adapter that is trained; `None` without one."""
     ranges: dict[str, InputRange] = field(default_factory=dict)
     """Stored ranges by the name of the matrix, or of a cache's scale; empty unless the scheme or the cache has them."""
 
@@ -80,7 +83,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     found = dict(_roundable(model, config))
     layers = tuple(layer for layers in found.values() for layer in layers)
     scheme = _scheme_for(model, config, layers)
-    faults = config.faults() or _model_faults(config, scheme, layers, found, model)
+    faults = config.faults() or missing_package_faults() or _model_faults(config, scheme, layers, found, model)
     if faults:
         raise UsageError(faults)
     kept = _dtype(config.stored_dtype) or stored_dtype or model.dtype
@@ -92,6 +95,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         state=QuantizationState(),
         modules={},
         layers=selected_layers(scheme, layers),
+        lora_rank=_lora_rank(model),
     )
     _change_classes(model, attachment, found)
     attach_kv_cache(model, attachment)
@@ -99,6 +103,14 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     model.register_load_state_dict_pre_hook(_refuse_foreign_scales)
     setattr(model, _ATTRIBUTE, attachment)
     return attachment
+
+
+def missing_package_faults() -> list[Fault]:
+    """Return the fault of an installation that could train, and not write what it trained."""
+    if importlib.util.find_spec("compressed_tensors") is not None:
+        return []
+    rule = "is not installed, and packs the checkpoint"
+    return [Fault(where="compressed-tensors", rule=rule, fix="install the extra too: pip install '.[quantize]'")]
 
 
 def attachment_of(model: Any) -> Attachment | None:
@@ -229,6 +241,12 @@ def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tupl
             module.__class__ = FakeQuantizedLinear
             module.quantizer = quantizer(names[0])
         attachment.modules[name] = module
+
+
+def _lora_rank(model: Any) -> int | None:
+    configs = getattr(model, "peft_config", {})
+    active = getattr(model, "active_adapter", None)
+    return getattr(configs.get(active), "r", None) if isinstance(active, str) else None
 
 
 def _refuse_foreign_scales(model: Any, state: Mapping[str, Any], *_: Any) -> None:

@@ -34,17 +34,29 @@ def record_in(kept: Any) -> Mapping[str, Any]:
     return found
 
 
-def resume_faults(attachment: Attachment, checkpoint: Path, callback_name: str = "QATCallback") -> list[Fault]:
+def resume_faults(
+    attachment: Attachment, checkpoint: Path, callback_name: str = "QATCallback", *, demands_record: bool = False
+) -> list[Fault]:
     """Return how a checkpoint's numbers differ from what is about to be trained, before anything of it is loaded.
 
-    Optimizer states of other learned scales fail on loading, with an error that names none of this.
+    Optimizer states of other learned scales or adapters fail on loading, with an error that names none of this.
+
+    Args:
+        attachment: What is about to be trained.
+        checkpoint: Directory that the Trainer wrote.
+        callback_name: Class of the callback.
+        demands_record: Whether a checkpoint of a training without rounding is a fault.
     """
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     record = record_in(state.get("stateful_callbacks", {}).get(callback_name))
-    return record_faults(attachment, record) if record else []
+    if record or not demands_record:
+        return record_faults(attachment, record) if record else []
+    rule = "was trained without rounding, and holds no ranges and no scheme"
+    fix = "start from its weights in another output directory"
+    return [Fault(where="resume", value=checkpoint.name, rule=rule, fix=fix)]
 
 
 def record_faults(attachment: Attachment, record: Mapping[str, Any]) -> list[Fault]:
@@ -75,7 +87,11 @@ def _scheme(attachment: Attachment) -> dict[str, Any]:
 
 def _settings(attachment: Attachment) -> dict[str, Any]:
     found = {name: getattr(attachment.config, name) for name in _COMPARED}
-    return found | {"stored_dtype": str(attachment.stored_dtype).removeprefix("torch.")}
+    return found | {
+        "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
+        "learned_ranges": attachment.config.ranges == "learned",
+        "lora_rank": attachment.lora_rank,
+    }
 
 
 def _differences(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[Fault]:
