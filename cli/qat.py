@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.quantization.compression_training import REMOVED_BLOCKS, message
 from .model_settings import resolve_model
 from .training_flags import ENVIRONMENT, TrainingFlags
 from .training_shown import note, progress_on_stderr, show_dry_run
@@ -19,8 +20,6 @@ from .training_shown import note, progress_on_stderr, show_dry_run
 if TYPE_CHECKING:
     from ..trainers.qat.inputs import Prepared
     from ..trainers.qat.run_report import Outcome
-
-_REMOVED_BLOCKS = ("compression_training", "quantize_training")
 
 
 def qat_command(
@@ -117,10 +116,8 @@ def _refuse_removed_blocks(file: Path) -> None:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         # What is wrong with it is told where settings are read.
         return
-    if not isinstance(stated, dict) or not any(name in stated for name in _REMOVED_BLOCKS):
+    if not isinstance(stated, dict) or not any(name in stated for name in REMOVED_BLOCKS):
         return
-    from ..ds_configs.quantization.compression_training import message
-
     rule = "is a DeepSpeed configuration with a block that DeepSpeed 0.19.8 has removed"
     raise UsageError(Fault(where="config", value=str(file), rule=rule, fix=message(stated)))
 

@@ -10,8 +10,8 @@ of them was trained on.
 
 from __future__ import annotations
 
+import argparse
 import copy
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,16 @@ def train(learner: Any, samples: Any, steps: int, rate: float, callback: QATCall
     return trainer
 
 
+def output_directory() -> Path | None:
+    """Return where the command line wants the trained model, or end with what is wrong with it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", nargs="?", type=Path, help="new or empty directory; default: nothing is kept")
+    output: Path | None = parser.parse_args().output_dir
+    if output is not None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        parser.error(f"{output} is no empty directory: name another")
+    return output
+
+
 def main(output: Path | None = None) -> None:
     """Print one line for each model."""
     documents, tokenizer = read_documents(None), byte_tokenizer(VOCAB_SIZE)
@@ -110,4 +120,4 @@ def main(output: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(output_directory())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_ON = ("1", "true", "yes", "on", "y", "t")
 
 
 @contextmanager
@@ -27,3 +28,8 @@ def weights_on_every_rank() -> Iterator[None]:
             del os.environ[_VARIABLE]
         else:
             os.environ[_VARIABLE] = before
+
+
+def loads_on_first_rank() -> bool:
+    """Tell whether `from_pretrained` reads weights on the first rank of a node alone."""
+    return all(os.environ.get(name, "").lower() in _ON for name in ("ACCELERATE_USE_FSDP", _VARIABLE))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from commands import Shell, shell_in
 from distilling import tiny
+from pydantic import ValidationError
 from shardwright.ds_configs.errors import ShardwrightError
 from shardwright.ds_configs.plan import Plan
 from shardwright.plugins.launching import LaunchFailedError
@@ -238,6 +239,20 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: P
     assert '- "org/pupil"' in card and "0.25 · cross-entropy + 0.75 · 2² · KL(teacher | student) at τ = 2" in card
     labels = [text.get_text() for axes in figure(found.metrics).axes for text in axes.get_legend().get_texts()]
     assert labels == ["loss", "KL(teacher | student)", "same most likely token"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({name: value} for name in ("epochs", "learning_rate", "alpha") for value in (math.inf, math.nan)),
+        {"seed": 2**32},
+        {"seed": -1},
+    ],
+)
+def test_numbers_that_no_rank_could_use_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"finite number|less than or equal to 4294967295|greater than or equal"):
+        DistillSettings(**settings)
+    assert DistillSettings(seed=2**32 - 1).seed == 4294967295
 
 
 def test_the_loss_in_words() -> None:

@@ -83,6 +83,9 @@ class TestSchedule:
             ({"weight_rule": "ternary"}, "use scheme W2A16"),
             ({"freeze_step": 2}, "belongs to ranges that are observed"),
             ({"ranges": "percentile"}, "needs stored ranges"),
+            ({"weight_rule": "lsq", "kv_cache": "FP8"}, r"(?s)weight_rule = 'lsq': is not known.*kv_cache = 'FP8'"),
+            ({"stored_dtype": "bf16"}, "did you mean bfloat16?"),
+            ({"lora": "merge"}, "did you mean merged?"),
         ],
     )
     def test_options_that_contradict_each_other(self, options: Any, message: str) -> None:
@@ -212,3 +215,85 @@ class TestResume:
         trainer(tiny(), tmp_path, max_steps=2, **saving).train()
         with pytest.raises(KeyError, match="Other"):
             trainer(tiny(), tmp_path, Other(), **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+class TestTrainingArguments:
+    @pytest.mark.parametrize(
+        ("options", "changes", "message"),
+        [
+            (
+                {"start_step": 1},
+                {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+                "may bring back weights of a step with other numbers",
+            ),
+            ({}, {"bf16_full_eval": True}, "changes the trained weights"),
+        ],
+    )
+    def test_those_that_would_export_other_codes(
+        self, tmp_path: Path, options: Any, changes: Any, message: str
+    ) -> None:
+        made = {"train_dataset": rows(), "eval_dataset": rows(), "callbacks": [QATCallback(SCHEME, **options)]}
+        with pytest.raises(UsageError, match=message):
+            Trainer(tiny(), arguments(tmp_path, **changes), **made).train()
+
+    def test_the_last_checkpoint_is_looked_for(self, checkpoint: Path) -> None:
+        other = QATCallback(changed(SCHEME, bits=3))
+        with pytest.raises(UsageError, match="is not what the checkpoint was trained with"):
+            trainer(tiny(), checkpoint.parent, other, resume_from_checkpoint=True)
+
+
+class TestAttachedBefore:
+    def test_another_callback_is_not_obeyed_silently(self, tmp_path: Path) -> None:
+        model = tiny()
+        QATCallback(SCHEME).prepare(arguments(tmp_path), model)
+        with pytest.raises(UsageError, match="rounds as W4A16 already, with other settings"):
+            QATCallback(SCHEME, weight_rule="learned").prepare(arguments(tmp_path), model)
+
+    def test_adapters_come_first(self, tmp_path: Path) -> None:
+        model = tiny()
+        QATCallback(SCHEME).prepare(arguments(tmp_path), model)
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        with pytest.raises(UsageError, match="rounds already"):
+            attach(adapted, QATConfig(scheme=SCHEME))
+
+    def test_a_failed_calibration_can_be_repeated(self, tmp_path: Path) -> None:
+        model = tiny()
+        with pytest.raises(UsageError, match="at least one batch"):
+            QATCallback("W8A8_STATIC", calibration=[]).prepare(arguments(tmp_path), model)
+        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
+        found = QATCallback("W8A8_STATIC", calibration=batches).prepare(arguments(tmp_path), model)
+        assert all(one.scale is not None for one in found.ranges.values())
+
+    def test_calibration_is_a_start_for_observers(self, tmp_path: Path) -> None:
+        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
+        callback = QATCallback("W8A8_STATIC", calibration=batches, ranges="moving_average")
+        found = callback.prepare(arguments(tmp_path), tiny())
+        assert all(one.scale is not None for one in found.ranges.values())
+
+    def test_ranks_without_weights_cannot_calibrate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
+        with pytest.raises(UsageError, match="fsdp_cpu_ram_efficient_loading fills them later"):
+            QATCallback("W8A8_STATIC", calibration=batches).prepare(arguments(tmp_path), tiny())
+
+    def test_calibration_without_ranges_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="finds stored ranges of activations, and W4A16 has none"):
+            QATCallback("W4A16", calibration=[])
+
+
+class TestAdapters:
+    def test_learned_scales_would_be_lost_with_them(self) -> None:
+        model = add_lora(tiny(), rank=2, targets=None, fp32_adapters=True)
+        with pytest.raises(UsageError, match="a resumed run would lose learned scales"):
+            attach(model, QATConfig(scheme=SCHEME, weight_rule="learned"))
+
+    @pytest.mark.parametrize(
+        "options", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["q_proj", "lm_head"]}]
+    )
+    def test_a_tied_head_is_not_adapted(self, options: Any) -> None:
+        model = get_peft_model(
+            tiny(tie_word_embeddings=True), LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})
+        )
+        with pytest.raises(UsageError, match="the output head shares its weight with the token embedding"):
+            attach(model, QATConfig(scheme=SCHEME))

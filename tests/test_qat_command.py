@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,17 @@ from distilling import tiny
 from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.strategy import Strategy
-from shardwright.trainers.qat.request import QATSettings, combination_faults, optimizer_steps, qat_config
+from shardwright.trainers.launched.ranks import placed_teacher
+from shardwright.trainers.launched.settings import source_faults
+from shardwright.trainers.qat.request import (
+    QATJob,
+    QATSettings,
+    calibration_faults,
+    combination_faults,
+    optimizer_steps,
+    qat_config,
+    teacher_of,
+)
 from shardwright.trainers.qat.run import calibration_batches
 from shardwright.trainers.qat.run_report import (
     Outcome,
@@ -45,7 +56,6 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """Run the worker here in place of a launch, and return the commands that would have been launched."""
     from shardwright.trainers.launched import launch
     from shardwright.trainers.launched.ranks import run_rank
-    from shardwright.trainers.qat.request import QATJob
     from shardwright.trainers.qat.worker import train_quantized
 
     commands: list[Sequence[str]] = []
@@ -165,12 +175,14 @@ def test_a_teacher_without_safetensors_is_refused(qat: Shell, models: dict[str, 
 def test_all_faults_are_told_at_once(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = qat(
         *(models["narrow"], "--output-dir", models["narrow"], "--force", "--scheme", "W4A16"),
-        *("--temperature", 0, "--dataset", "none.txt", "--hardware", "8xA100-80GB"),
+        *("--teacher", models["narrow"], "--temperature", 0, "--dataset", "none.txt", "--hardware", "8xA100-80GB"),
+        *("--lora-rank", 4),
     )
     told = "\n".join(found.errors)
     for part in (
         "is the model itself",
-        "temperature = 0.0: belongs to a teacher",
+        "is the teacher itself",
+        "lora_rank = 4: needs adapters",
         "temperature = 0.0: above 0",
         "needs 8 x A100-80GB",
         "group_size = 128: must divide",
@@ -261,6 +273,104 @@ def test_numbers_that_are_asked_for() -> None:
         qat_config(QATSettings(bit_schedule="x", group_size=0))
     assert {fault.where for fault in caught.value.faults} == {"bit_schedule", "group_size"}
     assert not combination_faults(QATSettings(dataset="x", teacher="self", alpha=0.5))
+
+
+def job_of(settings: QATSettings) -> QATJob:
+    named = teacher_of(settings, "org/m")
+    facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1}
+    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "vocab_size": None, "calibrated": False}
+    own = {"model": "org/m", "source_directory": "m", "stored_dtype": "bfloat16", "teacher": named and named[0]}
+    return QATJob(settings=settings, **facts, **counts, **own)
+
+
+@pytest.mark.parametrize(
+    ("settings", "teacher"),
+    [
+        ({"teacher": "self", "revision": "R"}, ("org/m", "R")),
+        ({"teacher": "org/m", "revision": "R", "teacher_revision": "R2"}, ("org/m", "R2")),
+        ({"teacher": "org/m", "revision": "R"}, ("org/m", None)),
+        ({"teacher": "org/large", "revision": "R", "teacher_revision": "R2"}, ("org/large", "R2")),
+    ],
+)
+def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], teacher: tuple[str, str | None]
+) -> None:
+    from shardwright.plugins import teacher_placement
+
+    job = job_of(QATSettings(**settings))
+    job = QATJob.model_validate_json(job.model_dump_json())
+    assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
+    loaded: list[Any] = []
+    monkeypatch.setattr(teacher_placement, "load_teacher", lambda name, **how: loaded.append((name, how["revision"])))
+    placed_teacher(teacher[0], job, job.settings, SimpleNamespace(mixed_precision="no"), "ddp")
+    assert loaded == [teacher]
+
+
+def test_the_model_under_another_spelling_is_itself_at_the_same_revision_only() -> None:
+    assert teacher_of(QATSettings(teacher="./m/"), "m") == ("m", None)
+    assert teacher_of(QATSettings(teacher="./m/", teacher_revision="R"), "m") == ("./m/", "R")
+    assert teacher_of(QATSettings(), "m") is None and job_of(QATSettings()).teacher_revision is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"lora_rank": 4, "lora_targets": "q_proj"}, ["lora_rank", "lora_targets"]),
+        ({"lora_rank": 4, "lora_targets": "q_proj", "method": "lora"}, []),
+    ],
+)
+def test_settings_of_adapters_need_adapters(settings: dict[str, Any], where: list[str]) -> None:
+    assert [fault.where for fault in combination_faults(QATSettings(dataset="x", **settings))] == where
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"scheme": "W4A16"}, "W4A16 stores no ranges"),
+        ({"scheme": "W8A8_STATIC", "ranges": "minmax"}, "ranges are observed in training"),
+        ({"scheme": "W8A8_STATIC"}, ""),
+        ({"scheme": "W8A8_STATIC", "ranges": "learned"}, ""),
+        ({"scheme": "W4A16", "kv_cache": "fp8"}, ""),
+    ],
+)
+def test_samples_of_a_calibration_need_one(settings: dict[str, Any], said: str) -> None:
+    stated = QATSettings(calibration_samples=128, **settings)
+    faults = calibration_faults(stated, qat_config(stated))
+    assert [said in fault.rule for fault in faults] == [True] * bool(said)
+    assert not calibration_faults(QATSettings(**settings), qat_config(stated))
+
+
+def test_ranges_of_a_cache_are_not_learned() -> None:
+    with pytest.raises(UsageError, match="those of a cache are not trained; use W8A8_STATIC"):
+        qat_config(QATSettings(kv_cache="fp8", ranges="learned"))
+    assert qat_config(QATSettings(kv_cache="fp8", ranges="learned", scheme="W8A8_STATIC")).learns_scales
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"scheme": "W2A16", "symmetric": False}, "W2A16 here has zero points; use scheme W2A16 without --asymmetric"),
+        ({"scheme": "W4A16"}, "W4A16 here has 4 bits; use scheme W2A16"),
+        ({"scheme": "W4A16", "symmetric": False}, "4 bits and zero points; use scheme W2A16 without"),
+        ({"scheme": "W2A16_ASYM"}, "W2A16_ASYM here has zero points; use scheme W2A16 without"),
+    ],
+)
+def test_three_values_are_told_what_is_too_much(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        qat_config(QATSettings(weight_rule="ternary", **settings))
+    assert said in str(caught.value)
+
+
+def test_results_replace_no_model_that_is_read(tmp_path: Path) -> None:
+    model, teacher = tmp_path / "model", tmp_path / "teacher"
+    for directory in (model, teacher):
+        directory.mkdir()
+    (tmp_path / "link").symlink_to(teacher)
+    sources = {"model": str(model), "teacher": str(teacher)}
+    for chosen, part in ((model, "model"), (tmp_path / "link", "teacher")):
+        (fault,) = source_faults(chosen, **sources)
+        assert f"is the {part} itself" in fault.rule and fault.value == str(chosen)
+    assert not source_faults(tmp_path, **sources) and not source_faults(tmp_path / "new", model="new", teacher=None)
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import qat_comparison
@@ -15,6 +17,8 @@ import qat_overhead
 import torch
 from qat_overhead import Run
 from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.trainers.launched.report import title_of
 from shardwright.trainers.qat.comparison import WAYS, Comparison, compare_qat
 from shardwright.trainers.qat.comparison_report import (
     LABELS,
@@ -24,7 +28,10 @@ from shardwright.trainers.qat.comparison_report import (
     verdicts,
 )
 from shardwright.trainers.qat.comparison_result import Measurement
+from shardwright.trainers.qat.comparison_runs import Job, _qat_callback
+from shardwright.trainers.qat.run_report import checkpoint_facts
 from small_llama import shared_llama
+from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 250, 2, 4e-4, 48
 
@@ -180,6 +187,94 @@ def test_all_that_is_wrong_is_told_at_once(llama):
     named = {fault.where for fault in error.value.faults}
     assert named >= {"steps", "learning_rate", "seeds", "batch_size", "ways", "calibration_samples", "training"}
     assert named >= {"train_samples", "evaluation_samples", "model", "scheme"}
+
+
+ROWS_OF_TOKENS = [{"input_ids": [1, 2, 3, 4]}] * 4
+
+
+def untrained_llama() -> Any:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("qat", "told"),
+    [
+        (
+            {"nonsense": 5, "kv_cach": "fp8", "scheme": "W8A16"},
+            ["fields are weight_rule, ranges", "did you mean kv_cache?", "is the same for every way"],
+        ),
+        ({"start_step": 2}, ["training ends at step 2, before anything is rounded"]),
+        ({"bit_schedule": ((0, 8), (2, 4))}, ["before it reaches the 4 bits", "which learned scales do not follow"]),
+    ],
+)
+def test_what_stops_a_way_is_found_before_any_is_trained(qat, told, monkeypatch):
+    monkeypatch.setattr("shardwright.trainers.qat.comparison.run_all", lambda _: pytest.fail("training began"))
+    model = untrained_llama()
+    how = {"train_samples": ROWS_OF_TOKENS, "evaluation_samples": ROWS_OF_TOKENS, "learning_rate": 1e-3}
+    with pytest.raises(UsageError) as error:
+        compare_qat(model, "W4A16", steps=2, qat=qat, **how)
+    faults = [str(fault) for fault in error.value.faults]
+    assert len(faults) == len(told) and all(part in fault for part, fault in zip(told, faults, strict=True))
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear, "the model stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "qat", "calibrates"),
+    [
+        ("W4A16", {"kv_cache": "fp8"}, True),
+        ("W4A16", {"kv_cache": "int8", "ranges": "moving_average"}, False),
+        ("W8A8_STATIC", {"ranges": "learned"}, True),
+        ("W8A8_STATIC", {"ranges": "minmax"}, False),
+        ("W4A16", {}, False),
+    ],
+)
+def test_ranges_that_are_not_observed_are_calibrated(scheme, qat, calibrates):
+    job = Job(
+        model=untrained_llama(),
+        scheme=scheme,
+        train_samples=ROWS_OF_TOKENS,
+        evaluation_samples=ROWS_OF_TOKENS,
+        steps=2,
+        learning_rate=1e-3,
+        seeds=(0,),
+        batch_size=1,
+        ways=("qat",),
+        calibration_samples=2,
+        training={},
+        qat=qat,
+        distillation=None,
+        export=False,
+        on_progress=lambda _: None,
+    )
+    ranges = _qat_callback(job, "qat").prepare(None, job.model).ranges
+    assert bool(ranges) == (scheme == "W8A8_STATIC" or "kv_cache" in qat)
+    assert [found.scale is not None for found in ranges.values()] == [calibrates] * len(ranges)
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("models/llama-3.2/", "llama-3.2"),
+        ("students/half-0.5B/config.json", "half-0.5B"),
+        ("students/half.json", "half"),
+    ],
+)
+def test_titles_of_model_cards_keep_the_whole_name(model, title):
+    assert title_of(model) == title
+
+
+def test_a_directory_without_a_name_of_its_own_has_that_of_its_place(tmp_path, monkeypatch):
+    (tmp_path / "model-1.5").mkdir()
+    monkeypatch.chdir(tmp_path / "model-1.5")
+    assert [title_of(name) for name in (".", "config.json")] == ["model-1.5"] * 2
+
+
+def test_what_was_not_compared_is_said():
+    result = SimpleNamespace(weight_difference=0.0, logit_difference=None)
+    facts = checkpoint_facts(SimpleNamespace(scheme=scheme_named("W4A16"), result=result, layers=14))
+    assert [value for _, value in facts[-2:]] == ["0", "not compared"]
 
 
 def test_the_document_shows_what_was_measured():

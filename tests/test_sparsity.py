@@ -295,6 +295,37 @@ def test_a_resumed_run_goes_on_with_its_masks(tmp_path: Path) -> None:
     assert callback.sparsity == pytest.approx(0.6, abs=1e-3)
 
 
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_ranks_decide_alike_whether_there_are_masks(here: bool, elsewhere: bool, tmp_path: Path) -> None:
+    """The second rank is on a node with a disk of its own."""
+    remarks: list[str] = []
+    callback = MagnitudePruningCallback(0.5, end_step=4, notify=remarks.append)
+    (tmp_path / "checkpoint-2").mkdir()
+    if here:
+        save_masks(tmp_path / "checkpoint-2" / FILE_NAME, {}, {}, {})
+    arguments = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None, device="cpu", should_save=True)
+    callback._shapes = {"layer": (2, 2)}
+    asked: list[int] = []
+
+    def least_of_both(flag: torch.Tensor, op: Any) -> None:
+        assert op is torch.distributed.ReduceOp.MIN
+        asked.append(int(flag))
+        flag.clamp_(max=int(elsewhere))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        patch.setattr(torch.distributed, "all_reduce", least_of_both)
+        if here and elsewhere:
+            with pytest.raises(UsageError, match="has no mask in the checkpoint"):
+                callback._resume(arguments, SimpleNamespace(global_step=2))
+        else:
+            assert callback._resume(arguments, SimpleNamespace(global_step=2)) is False
+            assert "or not on every node" in remarks[0]
+    assert asked == [int(here)], "every rank joins in, whatever it sees"
+
+
 def test_resuming_with_other_settings_or_broken_masks_is_refused(tmp_path: Path) -> None:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     how: dict[str, Any] = {"end_step": 4, "every": 1}

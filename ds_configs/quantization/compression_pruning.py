@@ -48,11 +48,14 @@ def _sparse(found: Replacement, block: Mapping[str, Any], shared: Mapping[str, A
         every = max(count_of(shared.get("schedule_offset_stride"), 1), 1)
         steps = f"start_step={offset}, end_step={end}, every={every}"
         excluded = patterns_of(found, f"{where}.excluded_modules", shared.get("excluded_modules", []))
-        ignore = f", ignore={['lm_head', *excluded]!r}" if excluded else ""
+        if excluded:
+            # The callback refuses patterns that no layer matches, and the model is not known here.
+            ignore = ["lm_head", *excluded]
+            found.drop(f"{where}.excluded_modules", f"where the model has such layers, add ignore={ignore!r}")
         groups: list[tuple[str, Mapping[str, Any], list[str]]] = [("shared_parameters", shared, ["Linear"])]
         found.keep(f"{where}.method", "by magnitude, where snip_momentum weighed magnitudes with gradients")
     else:
-        pattern, ignore, steps = "", "", f"start_step={offset}, end_step={offset}"
+        pattern, steps = "", f"start_step={offset}, end_step={offset}"
         groups = list(groups_of(found, where, block))
         learned = "by magnitude, where topk learned a score for every weight"
         chosen = "by magnitude when the zeros are set, where DeepSpeed took those of the first step"
@@ -65,7 +68,7 @@ def _sparse(found: Replacement, block: Mapping[str, Any], shared: Mapping[str, A
             continue
         targets = "" if "Linear" in modules or not modules else f", targets={modules!r}"
         zeros = round(1 - kept, 12)
-        found.callbacks.append(f"MagnitudePruningCallback({zeros:g}, {steps}{pattern}{targets}{ignore})")
+        found.callbacks.append(f"MagnitudePruningCallback({zeros:g}, {steps}{pattern}{targets})")
 
 
 def _rows(found: Replacement, key: str, kept: float, block: Mapping[str, Any], name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..launched.report import (
@@ -21,6 +20,7 @@ from ..launched.report import (
     number,
     perplexity,
     png,
+    title_of,
     where_it_ran,
 )
 from ..launched.settings import METRICS_FILE
@@ -157,7 +157,7 @@ def model_card(outcome: Outcome) -> str:
     library = "peft" if settings.method == "lora" else "transformers"
     lines = [
         *card_front((outcome.student, outcome.teacher), library=library, tags=("distillation", "shardwright")),
-        f"# {Path(outcome.student).stem}, taught by {Path(outcome.teacher).stem}",
+        f"# {title_of(outcome.student)}, taught by {title_of(outcome.teacher)}",
         "",
         f"`{outcome.student}` trained on `{data.source}` with `{outcome.teacher}` as its teacher: "
         f"{objective_sentence(settings)}",

@@ -80,7 +80,7 @@ def placed_teacher(name: str, job: LaunchedJob, settings: LaunchedSettings, argu
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
     return load_teacher(
         name,
-        revision=settings.teacher_revision,
+        revision=job.teacher_revision,
         placement=job.placement,
         dtype=dtype,
         engine=engine if job.world_size > 1 else "single",

@@ -176,6 +176,20 @@ def license_of(model: str) -> str:
     return found[1] if found else f"see the card of `{model}`"
 
 
+def title_of(model: str) -> str:
+    """Return the name of a model without what stands before it; of a `config.json` that of its directory.
+
+    >>> title_of("Qwen/Qwen3-0.6B"), title_of("students/half/config.json"), title_of("half.json")
+    ('Qwen3-0.6B', 'half', 'half')
+    """
+    path = Path(model)
+    if path.name == "config.json":
+        return path.absolute().parent.name or path.stem
+    if path.suffix == ".json":
+        return path.stem
+    return path.resolve().name if path.name in ("", "..") else path.name
+
+
 def empty_figure() -> tuple[Figure, Axes, Axes]:
     """Return a chart with two fields side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

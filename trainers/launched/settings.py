@@ -25,7 +25,7 @@ TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
 class LaunchedSettings(BaseModel):
     """Settings that every launched training has, as its YAML file may state them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     dataset: str = Field("", description="ID[:config][#N] of the Hub, a file, a directory, or python-help")
     dataset_split: str = Field("train", description="split of a Hub dataset")
@@ -59,7 +59,7 @@ class LaunchedSettings(BaseModel):
     teacher_revision: str | None = Field(None, description="branch, tag or commit of a Hub teacher")
     logging_steps: int = Field(10, ge=1, description="optimizer steps between two lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="optimizer steps between checkpoints; default: none")
-    seed: int = Field(0, ge=0, description="of data order, held-out rows and sampling")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="of data order, held-out rows and sampling")
 
     def base_learning_rate(self) -> float:
         """Return the learning rate, by method where none is named."""
@@ -71,6 +71,7 @@ class LaunchedJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    settings: LaunchedSettings = Field(description="what the user asked for")
     output_dir: str = Field(description="where the model goes")
     training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
     placement: TeacherPlacement = Field(description="where the teacher lives")
@@ -78,6 +79,11 @@ class LaunchedJob(BaseModel):
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")
     resume: bool = Field(description="whether to go on from the last checkpoint")
+
+    @property
+    def teacher_revision(self) -> str | None:
+        """Branch, tag or commit that a Hub teacher is loaded from."""
+        return self.settings.teacher_revision
 
 
 def model_flags(name: str, revision: str | None, method: str = "full") -> argparse.Namespace:
@@ -90,6 +96,28 @@ def dataset_faults(settings: LaunchedSettings) -> list[Fault]:
     if settings.dataset:
         return []
     return [Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help")]
+
+
+def adapter_faults(settings: LaunchedSettings) -> list[Fault]:
+    """Return the settings of LoRA that are stated for a training without it."""
+    rule, fix = "needs adapters", "add --method lora, or drop it"
+    return [
+        Fault(where=name, value=getattr(settings, name), rule=rule, fix=fix)
+        for name in ("lora_rank", "lora_targets")
+        if name in settings.model_fields_set and settings.method != "lora"
+    ]
+
+
+def source_faults(directory: Path, **sources: str | None) -> list[Fault]:
+    """Return a fault for each local model, by its part in the training, that results would replace."""
+    if not directory.is_dir():
+        return []
+    rule = "is the {} itself, whose files would be replaced"
+    return [
+        Fault(where="output_dir", value=str(directory), rule=rule.format(part), fix="name another directory")
+        for part, source in sources.items()
+        if source is not None and directory.resolve() == Path(source).expanduser().resolve()
+    ]
 
 
 def output_faults(directory: Path, *, force: bool, resume: bool) -> list[Fault]:

@@ -77,9 +77,9 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     Raises:
         UsageError: the scheme does not fit the model; all faults at once.
     """
-    if attachment_of(model) is not None:
-        rule = "rounds already"
-        raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix="attach once"))
+    if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
+        rule, fix = "rounds already", "attach once, and to a model that has its adapters already"
+        raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix=fix))
     found = dict(_roundable(model, config))
     layers = tuple(layer for layers in found.values() for layer in layers)
     scheme = _scheme_for(model, config, layers)
@@ -140,8 +140,10 @@ def fake_quantization_disabled(model: Any) -> Iterator[None]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a module's name without what PEFT and `torch.compile` put into it."""
-    plain = name.removeprefix("base_model.model.").replace("._orig_mod", "").replace(".base_layer", "")
+    """Return a module's name without what PEFT, `torch.compile` and activation checkpointing put into it."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    for wrapper in ("._orig_mod", "._checkpoint_wrapped_module"):
+        plain = plain.replace(wrapper, "")
     return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
 
 
@@ -160,6 +162,9 @@ def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[Linea
         elif is_lora_linear(module) and config.lora == "merged":
             inside = (*inside, f"{name}.")
             yield name, (_layer(checkpoint_name(name), module.get_base_layer(), head, tied),)
+        elif config.lora == "on_quantized_base" and ".modules_to_save." in name:
+            # Saved with the adapter, beside the packed base.
+            continue
         elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
             yield name, (_layer(checkpoint_name(name), module, head, tied),)
 
@@ -202,11 +207,35 @@ def _model_faults(
         rule = "are not learned for fused experts"
         faults.append(Fault(where="weight_rule", value="learned", rule=f"scales {rule}", fix="use minmax"))
     picked = {layer.name for layer in chosen}
+    faults += _adapted_model_faults(config, model)
     modules = dict(model.named_modules())
     # What is said of one layer of a kind holds for all.
     adapters = (name for name in found if is_lora_linear(modules[name]) and checkpoint_name(name) in picked)
     faults += next(filter(None, (lora_faults(checkpoint_name(name), modules[name]) for name in adapters)), [])
     return faults + experts_faults(model, scheme)
+
+
+def _adapted_model_faults(config: QATConfig, model: Any) -> list[Fault]:
+    """Return what a model with adapters cannot keep or cannot merge."""
+    import torch
+
+    if not hasattr(model, "peft_config"):
+        return []
+    faults = []
+    if config.learns_scales:
+        rule = "checkpoints of PEFT hold no parameters beside its own, so that a resumed run would lose learned scales"
+        faults.append(Fault(where="weight_rule", value="learned", rule=rule, fix="use minmax and calibrated ranges"))
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return faults
+    vocab_size = model.config.get_text_config().vocab_size
+    for name, module in model.named_modules():
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        is_head = isinstance(inner, torch.nn.Linear) and inner.out_features == vocab_size
+        if is_head or isinstance(inner, torch.nn.Embedding):
+            rule = "is adapted, and the output head shares its weight with the token embedding: one would change both"
+            fix = "leave both out of the adapter, or untie them"
+            faults.append(Fault(where="LoRA", value=checkpoint_name(name), rule=rule, fix=fix))
+    return faults
 
 
 def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tuple[LinearLayer, ...]]) -> None:
@@ -250,12 +279,17 @@ def _lora_rank(model: Any) -> int | None:
 
 
 def _refuse_foreign_scales(model: Any, state: Mapping[str, Any], *_: Any) -> None:
-    """Refuse learned scales that have no place in a model: a resumed Trainer drops unknown keys with a mere warning."""
-    own = dict(model.named_parameters())
-    foreign = [name for name in state if name.rpartition(".")[2] in LEARNED and name not in own]
+    """Refuse learned scales that have no place in a model, or that it lacks: a resumed Trainer merely warns of keys."""
+    own = {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in LEARNED}
+    stored = {name for name in state if name.rpartition(".")[2] in LEARNED}
+    fix = "resume with the weight_rule and ranges that it was trained with"
+    foreign = sorted(stored - own)
     if foreign:
         rule = f"holds {len(foreign)} learned scales, such as {foreign[0]}, and the model learns none there"
-        fix = "resume with the weight_rule and ranges that it was trained with"
+        raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
+    missing = sorted(name for name in own - stored if f"{name.rpartition('.')[0]}.weight" in state)
+    if missing:
+        rule = f"holds no {len(missing)} scales that the model learns, such as {missing[0]}"
         raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
 
 

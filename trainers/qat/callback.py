@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.mixtures import mixture_remarks
@@ -18,7 +19,7 @@ from ..notes import note
 from .attach import Attachment, attach, attachment_of
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
 from .config import QATConfig
-from .training_checks import foreign_optimizer_faults, training_faults
+from .training_checks import first_rank_loading_faults, foreign_optimizer_faults, training_faults
 
 if TYPE_CHECKING:
     from .export import ExportResult
@@ -57,8 +58,10 @@ class QATCallback(TrainerCallback, ExportableState):
         found = scheme_named(scheme) if isinstance(scheme, str) else scheme
         self.config = QATConfig(scheme=found, **options)
         faults = self.config.faults()
-        if faults:
-            raise UsageError(faults)
+        if calibration is not None and not self.config.stores_ranges:
+            rule = f"finds stored ranges of activations, and {found.name} has none"
+            faults.append(Fault(where="calibration", rule=rule, fix="drop it, or use W8A8_STATIC or kv_cache"))
+        _raise(faults)
         self._calibration = calibration
         self._notify = notify
         self.attachment: Attachment | None = None
@@ -74,7 +77,10 @@ class QATCallback(TrainerCallback, ExportableState):
             found = attach(model, self.config, stored_dtype=_training_dtype(training_arguments))
             for remark in mixture_remarks(found.scheme, found.layers):
                 self._notify(remark)
-            self._fill_ranges(model, found)
+        elif found.config != self.config and not hasattr(self, "resumed"):
+            rule = f"rounds as {found.config.scheme.name} already, with other settings than this callback's"
+            raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix="load it anew"))
+        self._fill_ranges(model, found)
         self.attachment = found
         return found
 
@@ -88,8 +94,11 @@ class QATCallback(TrainerCallback, ExportableState):
         attachment = self.prepare(args, model)
         if fresh and optimizer is not None:
             _raise(foreign_optimizer_faults(attachment))
-        if args.resume_from_checkpoint:
-            _raise(resume_faults(attachment, Path(args.resume_from_checkpoint), type(self).__name__))
+        place = args.resume_from_checkpoint
+        if isinstance(place, bool) and place:
+            place = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        if place:
+            _raise(resume_faults(attachment, Path(place), type(self).__name__))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -158,7 +167,8 @@ class QATCallback(TrainerCallback, ExportableState):
         current.observing = config.observes and not frozen
 
     def _fill_ranges(self, model: Any, attachment: Attachment) -> None:
-        if not attachment.ranges or attachment.config.observes or self._calibration is None:
+        empty = any(one.scale is None for one in attachment.ranges.values())
+        if not empty or self._calibration is None:
             return
         from .input_ranges import calibrate_inputs, load_ranges
         from .learned_scales import start_from_ranges
@@ -166,6 +176,7 @@ class QATCallback(TrainerCallback, ExportableState):
         if isinstance(self._calibration, str | Path):
             load_ranges(Path(self._calibration), attachment)
         else:
+            _raise(first_rank_loading_faults())
             calibrate_inputs(model, attachment, self._calibration)
         if attachment.config.ranges == "learned":
             start_from_ranges(attachment)

@@ -7,7 +7,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...plugins.byte_meter import AcceleratorMeter, ByteMeter, start_meter
 from ...plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
@@ -82,6 +81,11 @@ class Job:
         """Samples that GPTQ and stored ranges are made from."""
         return [{"input_ids": list(each["input_ids"])} for each in self.train_samples[: self.calibration_samples]]
 
+    def config(self, way: Way) -> QATConfig:
+        """Return what a way that trains with rounded numbers rounds to."""
+        learned = {"weight_rule": "learned"} if way == "qat-learned" else {}
+        return QATConfig(scheme=self.full_scheme, **(dict(self.qat) | learned))
+
     def arguments(self, directory: str, seed: int) -> TrainingArguments:
         """Return what all ways train with."""
         common: dict[str, Any] = {
@@ -99,14 +103,7 @@ class Job:
 
 
 def run_all(job: Job) -> Comparison:
-    """Measure every way with every seed.
-
-    Raises:
-        UsageError: what cannot be compared; all faults at once.
-    """
-    faults = _faults(job)
-    if faults:
-        raise UsageError(faults)
+    """Measure every way with every seed; what stands in the way is for `compare_qat` to find before."""
     judge = _Judge(job)
     untrained = judge.loss_sums(job.model)
     measured = []
@@ -205,11 +202,11 @@ def _trainer(job: Job, teacher: Any, shared: dict[str, Any]) -> Any:
 
 
 def _qat_callback(job: Job, way: Way) -> QATCallback:
-    options = dict(job.qat) | ({"weight_rule": "learned"} if way == "qat-learned" else {})
-    calibration = None
-    if job.full_scheme.activations_are_static and options.get("ranges", "calibrated") in ("calibrated", "learned"):
+    config, calibration = job.config(way), None
+    if config.stores_ranges and not config.observes:
         calibration = [collate(_labelled([row])) for row in job.calibration]
-    return QATCallback(job.full_scheme, calibration=calibration, **options)
+    options = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "scheme"}
+    return QATCallback(config.scheme, calibration=calibration, **options)
 
 
 def _quantized(job: Job, dense: Any, method: Any) -> Any:
@@ -321,27 +318,3 @@ def _labelled(samples: Sequence[Sample]) -> list[dict[str, list[int]]]:
         {"input_ids": list(each["input_ids"]), "labels": list(each.get("labels", each["input_ids"]))}
         for each in samples
     ]
-
-
-def _faults(job: Job) -> list[Fault]:
-    faults = []
-
-    def check(where: str, value: object, holds: bool, rule: str, fix: str = "") -> None:
-        if not holds:
-            faults.append(Fault(where=where, value=value, rule=rule, fix=fix))
-
-    check("steps", job.steps, job.steps >= 1, "must be at least 1")
-    check("learning_rate", job.learning_rate, job.learning_rate > 0, "must be above 0")
-    check("batch_size", job.batch_size, job.batch_size >= 1, "must be at least 1")
-    check("calibration_samples", job.calibration_samples, job.calibration_samples >= 1, "must be at least 1")
-    distinct = len(set(job.seeds)) == len(job.seeds)
-    check("seeds", job.seeds, bool(job.seeds) and distinct, "must name at least one seed, and none twice")
-    for name in ("train_samples", "evaluation_samples"):
-        check(name, "none", len(getattr(job, name)) > 0, "must hold samples with input_ids")
-    unknown = [way for way in job.ways if way not in WAYS]
-    check("ways", ", ".join(unknown), not unknown, f"must be of {', '.join(WAYS)}")
-    trainable = any(parameter.requires_grad for parameter in job.model.parameters())
-    check("model", type(job.model).__name__, trainable, "has nothing to train", "model.requires_grad_(True)")
-    taken = sorted({"seed", "data_seed", "max_steps", "learning_rate", "output_dir"} & set(job.training))
-    check("training", ", ".join(taken), not taken, "is the same for every way, and given beside it")
-    return faults + QATConfig(scheme=job.full_scheme, **job.qat).faults()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from ...ds_configs.errors import Fault
 from ...ds_configs.quantization.combinations import combination_faults
@@ -16,6 +17,7 @@ LoraMode = Literal["merged", "on_quantized_base"]
 KvCacheNumbers = Literal["fp8", "int8"]
 BitSchedule = tuple[tuple[int, int], ...]
 
+_STORED_DTYPES = ("bfloat16", "float16", "float32")
 _OBSERVED: tuple[InputRanges, ...] = ("minmax", "moving_average", "percentile", "l2")
 
 
@@ -73,7 +75,24 @@ class QATConfig:
 
     def faults(self) -> list[Fault]:
         """Return everything that cannot be trained so, whatever the model."""
-        return [*_scheme_faults(self), *_step_faults(self), *_schedule_faults(self)]
+        unknown = list(_unknown_words(self))
+        return unknown or [*_scheme_faults(self), *_step_faults(self), *_schedule_faults(self)]
+
+
+def _unknown_words(config: QATConfig) -> Iterator[Fault]:
+    words: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("weight_rule", config.weight_rule, get_args(WeightRule)),
+        ("ranges", config.ranges, get_args(InputRanges)),
+        ("lora", config.lora, get_args(LoraMode)),
+        ("kv_cache", config.kv_cache, (None, *get_args(KvCacheNumbers))),
+        ("stored_dtype", config.stored_dtype, (None, *_STORED_DTYPES)),
+    )
+    for where, value, known in words:
+        if value not in known:
+            named = [word for word in known if isinstance(word, str)]
+            near = difflib.get_close_matches(str(value), named, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(named)}"
+            yield Fault(where=where, value=str(value), rule="is not known", fix=fix)
 
 
 def _scheme_faults(config: QATConfig) -> Iterator[Fault]:
@@ -89,11 +108,22 @@ def _scheme_faults(config: QATConfig) -> Iterator[Fault]:
     if activations is not None and activations.group_size is not None:
         yield Fault(where="scheme", value=scheme.name, rule="rounds activations in groups", fix=trained)
     if config.weight_rule in ("ternary", "binary") and (scheme.weights.bits != 2 or not scheme.weights.symmetric):
-        rule = f"are codes of 2 bits without zero point, and {scheme.name} has {scheme.weights.bits}"
-        yield Fault(where="weight_rule", value=config.weight_rule, rule=rule, fix="use scheme W2A16")
-    if config.ranges != "calibrated" and not config.stores_ranges:
+        yield _few_values_fault(config)
+    if config.ranges == "learned" and not scheme.activations_are_static and config.kv_cache is not None:
+        rule = f"trains stored ranges of inputs: {scheme.name} has none, and those of a cache are not trained"
+        yield Fault(where="ranges", value="learned", rule=rule, fix="use W8A8_STATIC, or ranges calibrated")
+    elif config.ranges != "calibrated" and not config.stores_ranges:
         rule = f"needs stored ranges of activations, and {scheme.name} has none"
         yield Fault(where="ranges", value=config.ranges, rule=rule, fix="use W8A8_STATIC, or drop it")
+
+
+def _few_values_fault(config: QATConfig) -> Fault:
+    """Return what a scheme has too much of for weights of three or two values."""
+    weights = config.scheme.weights
+    has = [f"{weights.bits} bits"] * (weights.bits != 2) + ["zero points"] * (not weights.symmetric)
+    fix = "use scheme W2A16" if weights.symmetric else "use scheme W2A16 without --asymmetric"
+    rule = f"are codes of 2 bits without zero points, and {config.scheme.name} here has {' and '.join(has)}"
+    return Fault(where="weight_rule", value=config.weight_rule, rule=rule, fix=fix)
 
 
 def _step_faults(config: QATConfig) -> Iterator[Fault]:
@@ -105,8 +135,8 @@ def _step_faults(config: QATConfig) -> Iterator[Fault]:
         rule = "belongs to ranges that are observed while training runs"
         fix = f"use ranges {', '.join(_OBSERVED)} with a scheme of stored ranges, or drop it"
         yield Fault(where="freeze_step", value=config.freeze_step, rule=rule, fix=fix)
-    elif config.freeze_step <= config.start_step:
-        rule = f"must come after start_step = {config.start_step}, or no range is ever seen"
+    elif config.freeze_step < 1:
+        rule = "must be at least 1, or no range is ever seen: they are observed from the first step on"
         yield Fault(where="freeze_step", value=config.freeze_step, rule=rule)
 
 

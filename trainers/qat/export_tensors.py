@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError
+from ...ds_configs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.quantization.layers import LinearLayer
 from ...plugins.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
 from ...plugins.compressed_tensors import StoredLayer, pack_tensors
@@ -106,6 +106,14 @@ class Collector:
         if not self._waiting[module]:
             self._complete(module, self._arrived.pop(module))
 
+    def incomplete(self) -> Exception | None:
+        """Return the error of modules whose parameters did not all come, as they are shared with another module."""
+        lacking = [f"{name}.{relative}" for name, waited in self._waiting.items() for relative in sorted(waited)]
+        if not lacking:
+            return None
+        rule = f"shares {', '.join(lacking[:_SHOWN])} with other modules, which one packed matrix cannot do"
+        return UsageError(Fault(where="model", rule=rule, fix="ignore these layers, or untie them"))
+
     def _complete(self, name: str, parameters: dict[str, Tensor]) -> None:
         infinite = [f"{name}.{relative}" for relative, one in parameters.items() if not _finite(one)]
         if infinite:
@@ -185,7 +193,9 @@ def collect(
                 collector.take(name, tensor)
         except Exception as error:
             failure = error
-    return (Collected() if collector is None else collector.found), failure
+    if collector is None:
+        return Collected(), failure
+    return collector.found, failure or collector.incomplete()
 
 
 def checkpoint_contents(found: Collected, attachment: Attachment, root: Any) -> dict[str, Tensor]:
@@ -211,7 +221,8 @@ def dense_layers(model: Any, attachment: Attachment, root: Any) -> list[str]:
     packed = set(map(id, attachment.modules.values()))
     names, experts = list(map(plain_name, router_modules(model))), []
     for name, module in model.named_modules():
-        if id(module) in packed or any(part.startswith("lora_") for part in name.split(".")):
+        parts = name.split(".")
+        if id(module) in packed or "original_module" in parts or any(part.startswith("lora_") for part in parts):
             continue
         if is_fused_experts(module):
             stored = re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0]

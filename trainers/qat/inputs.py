@@ -26,11 +26,20 @@ from ..launched.inputs import (
     trained_teacher,
     training_job,
 )
-from ..launched.settings import CHECKPOINTS, PLAN_DIRECTORY, model_flags, output_faults
+from ..launched.settings import CHECKPOINTS, PLAN_DIRECTORY, model_flags, output_faults, source_faults
 from ..text import load_tokenizer
 from ..train_causal_lm import check_seq_len, load_config
 from .config import QATConfig
-from .request import QATSettings, combination_faults, distillation_config, optimizer_steps, qat_config, teacher_of
+from .request import (
+    SELF,
+    QATSettings,
+    calibration_faults,
+    combination_faults,
+    distillation_config,
+    optimizer_steps,
+    qat_config,
+    teacher_of,
+)
 from .run_report import file_names
 
 if TYPE_CHECKING:
@@ -86,11 +95,11 @@ def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Noti
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
     faults = combination_faults(settings)
     if not dry_run:
-        faults += output_faults(output_dir, force=force, resume=resume)
-        faults += _source_faults(output_dir, model)
+        faults += output_faults(output_dir, force=force, resume=resume) + _source_faults(settings, model, output_dir)
     hardware = source = config = attachment = words = samples = teacher = None
     with collecting(faults):
         config = qat_config(settings)
+        faults += calibration_faults(settings, config)
     with collecting(faults):
         distillation_config(settings, None)
     with collecting(faults):
@@ -135,11 +144,9 @@ def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Noti
     )
 
 
-def _source_faults(output_dir: Path, model: str) -> list[Fault]:
-    if not output_dir.is_dir() or output_dir.resolve() != Path(model).expanduser().resolve():
-        return []
-    rule = "is the model itself, which training starts from"
-    return [Fault(where="output_dir", value=str(output_dir), rule=rule, fix="name another directory")]
+def _source_faults(settings: QATSettings, model: str, output_dir: Path) -> list[Fault]:
+    teacher = None if settings.teacher == SELF else settings.teacher
+    return source_faults(output_dir, model=model, teacher=teacher)
 
 
 def _teacher(settings: QATSettings, model: str) -> dict[str, Any] | None:

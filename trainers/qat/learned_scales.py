@@ -38,7 +38,7 @@ def add_learned_scales(attachment: Attachment) -> None:
                 scale, zero_point = _first_scale(weight.detach(), quantizer)
             _register(module, WEIGHT_SCALE, scale, weight)
             _register(module, WEIGHT_ZERO_POINT, zero_point, weight)
-        if config.ranges == "learned":
+        if config.ranges == "learned" and quantizer.scheme.activations_are_static:
             activations = quantizer.scheme.activations
             assert activations is not None, "learned ranges are of rounded inputs"
             one = torch.ones(1, device=weight.device)

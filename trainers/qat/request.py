@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.scheme import changed, scheme_named
-from ..launched.settings import LaunchedJob, LaunchedSettings, dataset_faults
+from ..launched.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
 from .config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfig
 from .rounding import WeightRule
 
@@ -55,6 +55,12 @@ class QATJob(LaunchedJob):
     teacher: str | None = Field(description="Hub id or directory; None without one")
     vocab_size: int | None = Field(description="tokens that the tokenizer has")
     calibrated: bool = Field(description="whether ranges lie beside this file")
+
+    @property
+    def teacher_revision(self) -> str | None:
+        """Branch, tag or commit that a Hub teacher is loaded from: of `self` that of the model."""
+        named = teacher_of(self.settings, self.model)
+        return None if named is None else named[1]
 
 
 def qat_config(settings: QATSettings, *, stored_dtype: str | None = None) -> QATConfig:
@@ -120,7 +126,7 @@ def distillation_config(settings: QATSettings, vocab_size: int | None) -> Distil
 
 def combination_faults(settings: QATSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
-    faults = dataset_faults(settings)
+    faults = dataset_faults(settings) + adapter_faults(settings)
     given = settings.model_fields_set
     if settings.teacher is None:
         fix = "add --teacher self, or drop it"
@@ -141,13 +147,24 @@ def combination_faults(settings: QATSettings) -> list[Fault]:
     return faults
 
 
+def calibration_faults(settings: QATSettings, config: QATConfig) -> list[Fault]:
+    """Return a fault where samples are named for a calibration that does not take place."""
+    if "calibration_samples" not in settings.model_fields_set or (config.stores_ranges and not config.observes):
+        return []
+    rule = f"{config.scheme.name} stores no ranges" if not config.stores_ranges else "ranges are observed in training"
+    fix = "use a scheme with stored ranges such as W8A8_STATIC, and ranges calibrated or learned, or drop it"
+    value = settings.calibration_samples
+    return [Fault(where="calibration_samples", value=value, rule=f"nothing is calibrated: {rule}", fix=fix)]
+
+
 def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | None:
     """Return the teacher and its revision; `None` where labels alone are learned from."""
     if settings.teacher is None:
         return None
-    if settings.teacher == SELF or Path(settings.teacher) == Path(model):
+    if settings.teacher == SELF:
         return model, settings.revision
-    return settings.teacher, settings.teacher_revision
+    is_model = Path(settings.teacher) == Path(model) and settings.teacher_revision == settings.revision
+    return model if is_model else settings.teacher, settings.teacher_revision
 
 
 def optimizer_steps(settings: QATSettings, strategy: Strategy, samples: int) -> int:

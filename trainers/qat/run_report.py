@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.quantization.scheme import QuantizationScheme
@@ -22,6 +21,7 @@ from ..launched.report import (
     number,
     perplexity,
     png,
+    title_of,
     where_it_ran,
 )
 from ..launched.settings import METRICS_FILE
@@ -47,9 +47,9 @@ class RunResult(StepResult):
     """The same of the untrained model, rounded to the nearest; `None` where ranges were found while training ran."""
     trained: float
     """The same of the trained model with the numbers of its checkpoint."""
-    weight_difference: float
-    """Largest difference between a weight of the trained model and that of the checkpoint."""
-    logit_difference: float
+    weight_difference: float | None
+    """Largest difference between a weight of the trained model and that of the checkpoint; `None`: not compared."""
+    logit_difference: float | None
     """Likewise between logits, the checkpoint being loaded in a fresh process."""
 
 
@@ -172,9 +172,13 @@ def checkpoint_facts(outcome: Outcome) -> list[tuple[str, str]]:
         ("format", f"compressed-tensors, {scheme.format}"),
         ("weights", weights_sentence(scheme)),
         ("quantized matrices", f"{outcome.layers:,}"),
-        ("largest difference of a weight, trained and exported", f"{result.weight_difference:g}"),
-        ("largest difference of a logit, trained and reloaded", f"{result.logit_difference:g}"),
+        ("largest difference of a weight, trained and exported", _difference(result.weight_difference)),
+        ("largest difference of a logit, trained and reloaded", _difference(result.logit_difference)),
     ]
+
+
+def _difference(value: float | None) -> str:
+    return "not compared" if value is None else f"{value:g}"
 
 
 def weights_sentence(scheme: QuantizationScheme) -> str:
@@ -195,7 +199,7 @@ def model_card(outcome: Outcome) -> str:
     adapter = settings.method == "lora" and settings.lora == "on_quantized_base"
     lines = [
         *card_front(models, library="transformers", tags=("compressed-tensors", "qat", "shardwright")),
-        f"# {Path(outcome.model).stem}, {outcome.scheme.name}",
+        f"# {title_of(outcome.model)}, {outcome.scheme.name}",
         "",
         f"`{outcome.model}` trained on `{data.source}` with the numbers of this checkpoint in every forward pass: "
         f"{weights_sentence(outcome.scheme)}. {_objective(outcome)}",

@@ -203,8 +203,9 @@ class MagnitudePruningCallback(TrainerCallback):
         path = (Path(resumed) if isinstance(resumed, str | Path) else own) / FILE_NAME
         if state.global_step < self.schedule.start_step:
             return True
-        if not path.is_file():
-            self._notify(f"no masks in {path.parent}: the smallest weights become zero anew, zeros first")
+        if not _on_every_rank(path.is_file(), args.device):
+            where = f"{path.parent} holds no masks, or not on every node"
+            self._notify(f"{where}: the smallest weights become zero anew, zeros first")
             return False
         masks = load_masks(path, self._settings(), self._shapes)
         zeros = 0
@@ -215,6 +216,18 @@ class MagnitudePruningCallback(TrainerCallback):
         self.sparsity = zeros / sum(rows * columns for rows, columns in self._shapes.values())
         self._apply()
         return True
+
+
+def _on_every_rank(holds: bool, device: Any) -> bool:
+    """Return on all ranks alike whether something holds on each: nodes may not share a disk."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return holds
+    flag = torch.tensor(int(holds), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def _pattern_faults(pattern: str, final_sparsity: float) -> list[Fault]:
