@@ -30,7 +30,8 @@ def resolve_model(
         kind: Pydantic model of the settings, with their defaults.
         flags: Values by name; names that are no settings are passed over.
         file: YAML file with settings by name.
-        environment: Settings that a variable `SHARDWRIGHT_<NAME>` may state.
+        environment: Settings that a variable `SHARDWRIGHT_<NAME>` may state, for the commands that have them. What it
+            alone states counts as a default: it is not among `model_fields_set`.
 
     Raises:
         UsageError: unknown keys or values that are not allowed, all together.
@@ -38,21 +39,25 @@ def resolve_model(
     from pydantic import ValidationError
 
     merged: dict[str, Any] = {}
+    everywhere: set[str] = set()
     if file is not None:
         from ..plugins.planning import read_yaml_mapping
 
         merged |= {key.replace("-", "_"): value for key, value in read_yaml_mapping(file, what="config").items()}
     for name in environment:
         text = os.environ.get(f"{ENVIRONMENT_PREFIX}{name.upper()}")
-        if text is not None:
+        if text is not None and name in kind.model_fields:
+            everywhere |= {name} - merged.keys()
             merged[name] = int(text) if name == "seed" and text.isdecimal() else text
-    merged |= {name: flags[name] for name in kind.model_fields if flags.get(name) is not None}
+    stated = {name: flags[name] for name in kind.model_fields if flags.get(name) is not None}
     try:
-        return kind.model_validate(merged)
+        found = kind.model_validate(merged | stated)
     except ValidationError as error:
         # A field that takes a number or a word fails once for each kind.
         faults = {detail["loc"][0]: _fault(kind, detail) for detail in reversed(error.errors())}
         raise UsageError(list(reversed(faults.values()))) from None
+    found.model_fields_set.difference_update(everywhere - stated.keys())
+    return found
 
 
 def _fault(kind: type[BaseModel], detail: Mapping[str, Any]) -> Fault:

@@ -142,12 +142,14 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
     from rich.text import Text
 
     from ..trainers.launched.report import CARD_FILE, REPORT_FILE
+    from ..trainers.qat.request import is_own_teacher
     from ..trainers.qat.run_report import CHART_FILE, checkpoint_facts, stages
     from .show import console
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
-    teacher = "itself in full precision" if outcome.teacher == outcome.model else outcome.teacher
+    own = is_own_teacher(outcome.settings, outcome.model)
+    teacher = "itself in full precision" if own else outcome.teacher
     taught = "" if teacher is None else f", taught by {teacher}"
     out.print(Text(outcome.model, style="bold") + Text(f"  as {outcome.scheme.name}{taught}, {label} on {hardware}"))
     out.print()

@@ -13,7 +13,7 @@ from ..ds_configs.teacher_placement import TeacherPlacementChoice
 from ..trainers.distillation.objective import Divergence
 
 ENVIRONMENT = ("hardware", "host_memory", "nvme", "teacher_placement", "teacher_cache", "seed")
-"""Settings that the environment may state; others would collide with those of `plan`."""
+"""Settings that the environment may state where a command has them; others would collide with those of `plan`."""
 _Flag = Parameter(negative="")
 
 

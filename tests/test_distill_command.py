@@ -175,6 +175,15 @@ def test_an_output_directory_is_not_overwritten_unasked(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("part", ["teacher", "student"])
+def test_the_models_are_not_replaced(distill: Shell, models: dict[str, Path], part: str) -> None:
+    before = (models[part] / "model.safetensors").read_bytes()
+    rest = ("--output-dir", models[part], "--force", "--lora-rank", 4, "--seq-len", 32)
+    found = distill(models["teacher"], models["student"], *DATA, *rest)
+    assert found.code == 2 and f"is the {part} itself" in found.err and "lora_rank = 4: needs adapters" in found.err
+    assert (models[part] / "model.safetensors").read_bytes() == before
+
+
 def test_settings_come_from_a_file_the_environment_and_flags(
     distill: Shell, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from shardwright.trainers.qat.request import (
     QATSettings,
     calibration_faults,
     combination_faults,
+    is_own_teacher,
     optimizer_steps,
     qat_config,
     teacher_of,
@@ -275,6 +276,18 @@ def test_numbers_that_are_asked_for() -> None:
     assert not combination_faults(QATSettings(dataset="x", teacher="self", alpha=0.5))
 
 
+def test_the_environment_states_what_a_command_has_and_contradicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwright.cli.model_settings import resolve_model
+    from shardwright.cli.training_flags import ENVIRONMENT
+
+    monkeypatch.setenv("SHARDWRIGHT_TEACHER_CACHE", "answers")
+    monkeypatch.setenv("SHARDWRIGHT_TEACHER_PLACEMENT", "sharded")
+    settings = resolve_model(QATSettings, {"dataset": "x"}, environment=ENVIRONMENT)
+    assert settings.teacher_placement == "sharded" and not combination_faults(settings)
+    flag = resolve_model(QATSettings, {"dataset": "x", "teacher_placement": "replica"}, environment=ENVIRONMENT)
+    assert [(fault.where, fault.value) for fault in combination_faults(flag)] == [("teacher_placement", "replica")]
+
+
 def job_of(settings: QATSettings) -> QATJob:
     named = teacher_of(settings, "org/m")
     facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1}
@@ -302,13 +315,15 @@ def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
     loaded: list[Any] = []
     monkeypatch.setattr(teacher_placement, "load_teacher", lambda name, **how: loaded.append((name, how["revision"])))
-    placed_teacher(teacher[0], job, job.settings, SimpleNamespace(mixed_precision="no"), "ddp")
+    placed_teacher(teacher[0], job.teacher_revision, job, SimpleNamespace(mixed_precision="no"), "ddp")
     assert loaded == [teacher]
 
 
 def test_the_model_under_another_spelling_is_itself_at_the_same_revision_only() -> None:
     assert teacher_of(QATSettings(teacher="./m/"), "m") == ("m", None)
-    assert teacher_of(QATSettings(teacher="./m/", teacher_revision="R"), "m") == ("./m/", "R")
+    other = QATSettings(teacher="./m/", teacher_revision="R")
+    assert teacher_of(other, "m") == ("./m/", "R") and not is_own_teacher(other, "m")
+    assert is_own_teacher(QATSettings(teacher="self", revision="R"), "m")
     assert teacher_of(QATSettings(), "m") is None and job_of(QATSettings()).teacher_revision is None
 
 
@@ -426,6 +441,9 @@ def test_the_report_holds_what_was_measured(outcome: Outcome) -> None:
     assert "`alpha`" not in text, "without a teacher its settings mean nothing"
     card = model_card(outcome)
     assert '- "org/base"' in card and "It learned from the data's own tokens." in card
+    for revision, said in ((None, "`org/base` in full precision"), ("R2", "`org/base`, forward_kl")):
+        own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
+        assert said in model_card(own)
     taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
     assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in model_card(taught)
     bars, nats = figure(outcome).axes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ...ds_configs.errors import Fault
-from ..launched.settings import LaunchedJob, LaunchedSettings, dataset_faults
+from ..launched.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
 
 if TYPE_CHECKING:
     from .config import DistillationConfig
@@ -72,7 +72,7 @@ def combination_faults(settings: DistillSettings) -> list[Fault]:
             for name in ("hidden_states", "attention", "on_policy")
             if getattr(settings, name)
         ]
-    faults += dataset_faults(settings)
+    faults += dataset_faults(settings) + adapter_faults(settings)
     if cached and settings.teacher_cache is None:
         fix = "give --teacher-cache, a directory that cache-teacher wrote"
         faults.append(Fault(where="teacher_placement", value="cached", rule="needs a cache", fix=fix))

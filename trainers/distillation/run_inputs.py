@@ -21,7 +21,7 @@ from ..launched.inputs import (
     trained_teacher,
     training_job,
 )
-from ..launched.settings import PLAN_DIRECTORY, is_without, model_flags, output_faults
+from ..launched.settings import PLAN_DIRECTORY, is_without, model_flags, output_faults, source_faults
 from ..text import TOKENIZER_FILES, load_tokenizer
 from ..train_causal_lm import check_seq_len, load_config
 from .run_files import DistillSettings, combination_faults, distillation_config
@@ -77,6 +77,7 @@ def prepare(
     faults = combination_faults(settings)
     if not dry_run:
         faults += output_faults(output_dir, force=force, resume=resume)
+        faults += source_faults(output_dir, teacher=teacher, student=student)
     with collecting(faults):
         distillation_config(settings, None)
     hardware = loaded_student = loaded_teacher = tokenizers = samples = None

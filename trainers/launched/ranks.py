@@ -71,7 +71,7 @@ def trained_model(name: str, settings: LaunchedSettings, arguments: Any, engine:
     return model
 
 
-def placed_teacher(name: str, job: LaunchedJob, settings: LaunchedSettings, arguments: Any, engine: Any) -> Any:
+def placed_teacher(name: str, revision: str | None, job: LaunchedJob, arguments: Any, engine: Any) -> Any:
     """Return a frozen teacher where the plan wants it, in the type that is computed with."""
     import torch
 
@@ -80,7 +80,7 @@ def placed_teacher(name: str, job: LaunchedJob, settings: LaunchedSettings, argu
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
     return load_teacher(
         name,
-        revision=job.teacher_revision,
+        revision=revision,
         placement=job.placement,
         dtype=dtype,
         engine=engine if job.world_size > 1 else "single",

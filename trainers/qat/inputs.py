@@ -178,7 +178,7 @@ def _checkpoint_faults(attachment: Attachment, output_dir: Path) -> list[Fault]:
 
     directory = output_dir / CHECKPOINTS
     last = get_last_checkpoint(str(directory)) if directory.is_dir() else None
-    return [] if last is None else resume_faults(attachment, Path(last))
+    return [] if last is None else resume_faults(attachment, Path(last), demands_record=True)
 
 
 def _tokenizer(settings: QATSettings, model: str) -> tuple[Any, int | None]:

@@ -167,6 +167,11 @@ def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | No
     return model if is_model else settings.teacher, settings.teacher_revision
 
 
+def is_own_teacher(settings: QATSettings, model: str) -> bool:
+    """Tell whether the teacher is the model in full precision, at the revision that is trained."""
+    return teacher_of(settings, model) == (model, settings.revision)
+
+
 def optimizer_steps(settings: QATSettings, strategy: Strategy, samples: int) -> int:
     """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
     if settings.max_steps is not None:

@@ -26,7 +26,7 @@ from ..launched.report import (
 )
 from ..launched.settings import METRICS_FILE
 from ..markdown import table
-from .request import TEACHERS_OWN, QATSettings
+from .request import TEACHERS_OWN, QATSettings, is_own_teacher
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -218,7 +218,7 @@ def model_card(outcome: Outcome) -> str:
 def _objective(outcome: Outcome) -> str:
     if outcome.teacher is None:
         return "It learned from the data's own tokens."
-    own = " in full precision" if outcome.teacher == outcome.model else ""
+    own = " in full precision" if is_own_teacher(outcome.settings, outcome.model) else ""
     share = outcome.settings.alpha
     labels = "" if share == 1 else f", and from the data's own tokens with weight {1 - share:g}"
     return f"It learned from `{outcome.teacher}`{own}, {outcome.settings.loss} with weight {share:g}{labels}."

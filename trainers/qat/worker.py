@@ -78,7 +78,7 @@ def _trainer(
     from ..distillation.trainer import DistillationTrainer
 
     return DistillationTrainer(
-        teacher=placed_teacher(job.teacher, job, job.settings, arguments, engine),
+        teacher=placed_teacher(job.teacher, job.teacher_revision, job, arguments, engine),
         teacher_placement=job.placement,
         distillation=distillation_config(job.settings, job.vocab_size),
         **common,
