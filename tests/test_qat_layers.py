@@ -327,27 +327,18 @@ def test_adapters_keep_no_dense_sum():
     assert not dense & {shape for shape, _ in rounded}
 
 
+PLAIN_TYPES = [(torch.float32, None), (torch.bfloat16, None)]
+ADAPTED_TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+GIVEN_RULES = [("W4A16", "minmax"), ("W4A16_ASYM", "minmax"), ("W2A16", "ternary"), ("W2A16", "binary")]
+LEARNED_RULES = [("W2A16", "learned"), ("W4A16_ASYM", "learned")]
+"""Refused together with adapters."""
+
+
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("base", "adapters"),
-    [
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-    ],
-)
-@pytest.mark.parametrize(
-    ("scheme", "rule"),
-    [
-        ("W4A16", "minmax"),
-        ("W4A16_ASYM", "minmax"),
-        ("W2A16", "learned"),
-        ("W4A16_ASYM", "learned"),
-        ("W2A16", "ternary"),
-        ("W2A16", "binary"),
-    ],
+    ("scheme", "rule", "base", "adapters"),
+    [(*rule, *types) for rule in GIVEN_RULES for types in PLAIN_TYPES + ADAPTED_TYPES]
+    + [(*rule, *types) for rule in LEARNED_RULES for types in PLAIN_TYPES],
 )
 def test_what_is_stored_is_what_the_forward_pass_multiplied_with(scheme, rule, base, adapters, stored):
     """Rows of the identity show a layer's matrix to the bit."""
