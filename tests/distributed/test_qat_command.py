@@ -39,14 +39,24 @@ def interrupt_after(command: list[str], directory: Path, *, steps: int) -> int:
     """Start a command, end it as Ctrl-C does once so many steps are logged, and return its exit code."""
     metrics = directory / "out" / "metrics.jsonl"
     with (directory / "first.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            cwd=directory,
+            start_new_session=True,
+            # A suite that was started in the background ignores Ctrl-C, and its children would too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         deadline = time.monotonic() + 300
-        while process.poll() is None and time.monotonic() < deadline:
-            if metrics.is_file() and len(metrics.read_text().splitlines()) >= steps:
-                process.send_signal(signal.SIGINT)
-                return process.wait(timeout=60)
-            time.sleep(0.05)
-        process.kill()
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                if metrics.is_file() and len(metrics.read_text().splitlines()) >= steps:
+                    process.send_signal(signal.SIGINT)
+                    return process.wait(timeout=60)
+                time.sleep(0.05)
+        finally:
+            process.kill()
     raise AssertionError((directory / "first.log").read_text())
 
 
