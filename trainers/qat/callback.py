@@ -47,6 +47,9 @@ class QATCallback(TrainerCallback, ExportableState):
         UsageError: the configuration contradicts itself; all faults at once.
     """
 
+    resumed: dict[str, Any] | None = None
+    """Record of a checkpoint, where the Trainer made this callback anew from one; `None` otherwise."""
+
     def __init__(
         self,
         scheme: str | QuantizationScheme = "W4A16",
@@ -77,7 +80,7 @@ class QATCallback(TrainerCallback, ExportableState):
             found = attach(model, self.config, stored_dtype=_training_dtype(training_arguments))
             for remark in mixture_remarks(found.scheme, found.layers):
                 self._notify(remark)
-        elif found.config != self.config and not hasattr(self, "resumed"):
+        elif found.config != self.config and self.resumed is None:
             rule = f"rounds as {found.config.scheme.name} already, with other settings than this callback's"
             raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix="load it anew"))
         self._fill_ranges(model, found)

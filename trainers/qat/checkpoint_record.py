@@ -13,7 +13,7 @@ from ...ds_configs.errors import Fault, UsageError
 if TYPE_CHECKING:
     from .attach import Attachment
 
-_COMPARED = ("weight_rule", "lora", "kv_cache", "stored_dtype")
+_COMPARED = ("weight_rule", "lora", "kv_cache")
 """Settings that change the numbers of the checkpoint; schedules may be changed when a run goes on."""
 
 
