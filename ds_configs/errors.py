@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -62,3 +63,21 @@ class RefusedInputError(FaultsError):
     """Input that is corrupt, absurd or unsafe to use (exit code 4)."""
 
     exit_code = 4
+
+
+@contextmanager
+def collecting(faults: list[Fault]) -> Iterator[None]:
+    """Keep the faults of a step, so that later steps report theirs too; other errors come after known faults.
+
+    Input that is refused as unsafe or corrupt is told at once, with its own exit code.
+    """
+    try:
+        yield
+    except UsageError as error:
+        faults += error.faults
+    except RefusedInputError:
+        raise
+    except ShardwrightError:
+        if faults:
+            raise UsageError(faults) from None
+        raise

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.errors import Fault, UsageError, collecting
 from ...ds_configs.plan import Plan
 from ...plugins.models import LoadedModel, load_model
 from ...plugins.planning import plan as make_plan
@@ -14,7 +14,6 @@ from ..datasets.samples import Samples
 from ..launched.inputs import (
     Notify,
     chosen_hardware,
-    collecting,
     evenly_held_out,
     launch_faults,
     named_samples,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.job import TrainingJob
 from ...ds_configs.plan import Plan
 from ...plugins.models import LoadedModel, load_model
@@ -22,19 +21,6 @@ if TYPE_CHECKING:
 _DEFAULT_GLOBAL_BATCH = 32
 
 Notify = Callable[[str], None]
-
-
-@contextmanager
-def collecting(faults: list[Fault]) -> Iterator[None]:
-    """Keep the faults of a step, so that the later steps report theirs too; another error comes after known faults."""
-    try:
-        yield
-    except UsageError as error:
-        faults += error.faults
-    except ShardwrightError:
-        if faults:
-            raise UsageError(faults) from None
-        raise
 
 
 def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:

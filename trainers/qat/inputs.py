@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.errors import Fault, UsageError, collecting
 from ...ds_configs.plan import Plan
 from ...ds_configs.quantization.layers import LinearLayer, scheme_remarks
 from ...ds_configs.quantization.mixtures import mixture_remarks
@@ -19,7 +19,6 @@ from ..datasets.samples import Samples
 from ..launched.inputs import (
     Notify,
     chosen_hardware,
-    collecting,
     evenly_held_out,
     launch_faults,
     named_samples,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import DoesNotFitError, Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.errors import DoesNotFitError, Fault, UsageError, collecting
 from ...ds_configs.quantization.layers import (
     DEFAULT_IGNORE,
     LinearLayer,
@@ -98,16 +97,16 @@ def prepare(
         faults += output_faults(output_dir, model, force=force, what="the model")
         faults += journal_faults(output_dir, resume=resume, force=force)
     resolved = source = None
-    with _collecting(faults):
+    with collecting(faults):
         resolved = resolve_quantization(settings)
-    with _collecting(faults):
+    with collecting(faults):
         source = open_source(model, revision=revision)
     if source is None or resolved is None:
         raise UsageError(faults)
     scheme = _scheme_for(resolved, source)
     faults += scheme_faults(scheme, source.layers) + expert_faults(scheme, source.layers)
     samples, tokenizer, seq_len = None, None, settings.seq_len
-    with _collecting(faults):
+    with collecting(faults):
         tokenizer = _tokenizer(source)
         samples, seq_len = _samples(settings, source, tokenizer, notify)
     if faults:
@@ -128,21 +127,6 @@ def prepare(
     )
     _check_capacity(prepared, output_dir)
     return prepared
-
-
-@contextmanager
-def _collecting(faults: list[Fault]) -> Iterator[None]:
-    """Keep the faults of a step, so that later steps report theirs too; another error comes after known faults."""
-    try:
-        yield
-    except UsageError as error:
-        faults += error.faults
-    except RefusedInputError:
-        raise
-    except ShardwrightError:
-        if faults:
-            raise UsageError(faults) from None
-        raise
 
 
 def _scheme_for(resolved: ResolvedQuantization, source: QuantizationSource) -> QuantizationScheme:
