@@ -1,0 +1,1 @@
+"""`PipelineTrainer`: a Hugging Face causal language model in DeepSpeed pipeline stages."""

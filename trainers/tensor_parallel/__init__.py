@@ -1,0 +1,1 @@
+"""Tensor parallelism of DeepSpeed for the Trainer."""
