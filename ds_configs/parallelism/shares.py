@@ -1,0 +1,183 @@
+"""What one rank holds of a model under tensor, pipeline and expert parallelism, as smaller models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..dimensions import Dimensions
+from ..job import TrainingJob
+from ..model import ModelSpec, ParameterShape
+from ..strategy import Strategy
+from .pipeline_stages import pipeline_stages
+from .stages import PipelineStage
+
+ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
+"""Modules that AutoTP divides along their input; their biases stay whole (deepspeed/module_inject/auto_tp.py)."""
+
+CONV1D_FAMILIES = ("gpt2",)
+"""Model types whose matrices are stored as (in, out)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """The part of a model on one rank, before ZeRO divides it over the data-parallel ranks."""
+
+    model: ModelSpec
+    """What the rank holds, as if it were the whole model."""
+    stage: PipelineStage | None = None
+    """The stage of a pipeline; `None` without one."""
+    micro_batches_in_flight: int = 1
+    """Micro-batches whose activations live at once."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether head and loss are computed here."""
+        return self.stage is None or self.stage.has_head
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether tokens are embedded here."""
+        return self.stage is None or self.stage.has_embedding
+
+
+def rank_shares(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:
+    """Return the shares among which the fullest rank is; a single one without a pipeline.
+
+    A stage in the middle that holds no more layers than an earlier one in the middle is left out: with fewer
+    micro-batches in flight it cannot be fuller.
+
+    Raises:
+        UsageError: there are fewer layers than stages.
+    """
+    return _rank_shares(model, job, strategy.tp, strategy.ep, strategy.pp, strategy.gradient_accumulation_steps)
+
+
+@lru_cache(maxsize=1024)
+def _rank_shares(
+    model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int, micro_batches: int
+) -> tuple[RankShare, ...]:
+    if tp > 1:
+        model = tensor_parallel_share(model, tp)
+    if ep > 1:
+        model = expert_parallel_share(model, ep)
+    if pp == 1:
+        return (RankShare(model=model),)
+    shares, most_in_the_middle = [], 0
+    for stage in pipeline_stages(model, job, pp):
+        if not stage.has_embedding and not stage.has_head:
+            if stage.num_layers <= most_in_the_middle:
+                continue
+            most_in_the_middle = stage.num_layers
+        shares.append(
+            RankShare(
+                model=stage_share(model, stage),
+                stage=stage,
+                micro_batches_in_flight=micro_batches_in_flight(pp, stage.index, micro_batches),
+            )
+        )
+    return tuple(shares)
+
+
+def micro_batches_in_flight(stages: int, stage: int, micro_batches: int) -> int:
+    """Return the micro-batches whose activations a stage of 1F1B keeps at once, `min(m, p - stage)`.
+
+    As `TrainSchedule` orders them (deepspeed/runtime/pipe/schedule.py); Megatron-LM, arXiv 2104.04473, section 2.2.
+
+    >>> [micro_batches_in_flight(4, stage, 3) for stage in range(4)]
+    [3, 3, 2, 1]
+    """
+    return min(micro_batches, stages - stage)
+
+
+def tensor_parallel_share(model: ModelSpec, tp: int) -> ModelSpec:
+    """Return what the fullest of `tp` ranks holds, as AutoTP divides a model (deepspeed 0.19.8, `auto_tp.py`).
+
+    Matrices of attention and MLP are divided, by whole key/value heads with their query heads and by columns; norms
+    and the embedding are whole. An output head of its own holds `1 / tp` of the vocabulary and gathers the logits; a
+    tied one shares a vocabulary-parallel embedding and leaves the logits divided.
+    """
+    sizes = model.dimensions
+    key_value_heads = -(-sizes.num_key_value_heads // tp)
+    local = replace(
+        sizes,
+        num_key_value_heads=key_value_heads,
+        num_attention_heads=key_value_heads * (sizes.num_attention_heads // max(1, sizes.num_key_value_heads)),
+        intermediate_size=-(-sizes.intermediate_size // tp),
+        vocab_size=-(-sizes.vocab_size // tp) if model.tied_embeddings else sizes.vocab_size,
+    )
+    flipped = model.model_type in CONV1D_FAMILIES
+    parameters = tuple(_divided(p, sizes, local, model.tied_embeddings, tp, flipped) for p in model.parameters)
+    return replace(model, dimensions=local, parameters=parameters)
+
+
+def _divided(
+    parameter: ParameterShape, sizes: Dimensions, local: Dimensions, tied: bool, tp: int, flipped: bool
+) -> ParameterShape:
+    if parameter.group == "head" or (parameter.group == "embedding" and tied):
+        if parameter.shape[0] != sizes.vocab_size:
+            return parameter
+        return replace(parameter, shape=(-(-parameter.shape[0] // tp), *parameter.shape[1:]))
+    if parameter.group not in ("attention", "mlp") or parameter.kind not in ("linear", "bias"):
+        return parameter
+    row = parameter.module.rpartition(".")[2] in ROW_PARALLEL
+    if len(parameter.shape) == 1:
+        return parameter if row else replace(parameter, shape=(_part(parameter.shape[0], parameter, sizes, local, tp),))
+    axis = int(row) ^ int(flipped)
+    shape = list(parameter.shape)
+    shape[axis] = _part(shape[axis], parameter, sizes, local, tp)
+    return replace(parameter, shape=tuple(shape))
+
+
+def _part(width: int, parameter: ParameterShape, sizes: Dimensions, local: Dimensions, tp: int) -> int:
+    """Return what the fullest rank holds of a width; whole heads stay together."""
+    if parameter.group == "attention" and sizes.num_key_value_heads:
+        return -(-width * local.num_key_value_heads // sizes.num_key_value_heads)
+    return -(-width // tp)
+
+
+def expert_parallel_share(model: ModelSpec, ep: int) -> ModelSpec:
+    """Return what a rank holds when AutoEP gives it `1 / ep` of the experts of each layer.
+
+    AutoEP keeps gate and up projections apart (deepspeed/module_inject/auto_ep_layer.py, `GroupedExperts`); everything
+    else is whole, and routing still chooses among all experts.
+    """
+    parameters: list[ParameterShape] = []
+    for parameter in model.parameters:
+        if parameter.kind != "experts":
+            parameters.append(parameter)
+            continue
+        shape = (-(-parameter.shape[0] // ep), *parameter.shape[1:])
+        if not parameter.name.endswith("gate_up_proj"):
+            parameters.append(replace(parameter, shape=shape))
+            continue
+        half = (shape[0], shape[1] // 2, *shape[2:])
+        stem = parameter.name.removesuffix("gate_up_proj")
+        parameters += [replace(parameter, name=f"{stem}{name}", shape=half) for name in ("gate_proj", "up_proj")]
+    return replace(model, parameters=tuple(parameters))
+
+
+def stage_share(model: ModelSpec, stage: PipelineStage) -> ModelSpec:
+    """Return what a pipeline stage holds: its layers, the embedding on the first, final norm and head on the last.
+
+    A tied embedding is on both (deepspeed/runtime/pipe/module.py, `TiedLayerSpec`).
+    """
+    tied = model.tied_embeddings and stage.has_head
+    parameters = []
+    for parameter in model.parameters:
+        if parameter.in_layer:
+            count = min(parameter.count, stage.end_layer) - min(parameter.count, stage.first_layer)
+            if count:
+                parameters.append(replace(parameter, count=count))
+        elif parameter.group == "embedding":
+            is_shared = tied and parameter.shape[0] == model.dimensions.vocab_size
+            if stage.has_embedding or is_shared:
+                parameters.append(parameter)
+        elif stage.has_head:
+            parameters.append(parameter)
+    return replace(
+        model,
+        dimensions=replace(model.dimensions, num_layers=stage.num_layers),
+        parameters=tuple(parameters),
+        tied_embeddings=tied,
+    )
