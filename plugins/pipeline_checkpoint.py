@@ -1,0 +1,175 @@
+"""A pipeline's weights as a normal Hugging Face checkpoint, written by all stages together, and read back by each.
+
+Every stage's first data-parallel rank writes its own tensors beside the checkpoint, the first rank names them all,
+writes the index and moves everything into its place; nothing is gathered on one rank. The directory must be one that
+all of these ranks see.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..ds_configs.errors import ShardwrightError
+from .pipeline_loading import CheckpointTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_FILE_BYTES = 5_000_000_000
+"""Tensors of one file together, unless a single one is larger."""
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def pipeline_state_dict(module: Any) -> dict[str, Tensor]:
+    """Return the tensors that this rank's stages hold, under the names of the model's checkpoint, tied ones once.
+
+    Args:
+        module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
+    """
+    module = getattr(module, "module", module)
+    found: dict[str, Tensor] = {}
+    for stage in module.stages:
+        found |= {name: tensor.detach() for name, tensor in stage.state_dict().items() if name != stage.tied_name}
+    return found
+
+
+def load_pipeline_checkpoint(module: Any, directory: str | Path) -> None:
+    """Copy a Hugging Face checkpoint's tensors into the stages that this rank holds.
+
+    With ZeRO-1 and in 16 bit the optimizer's own copy is older afterwards: call `engine.optimizer.refresh_fp32_params()`
+    or load before the engine is made.
+
+    Args:
+        module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
+        directory: A directory with safetensors, whatever wrote it and however it divides them.
+
+    Raises:
+        UsageError: The checkpoint lacks a tensor, or has it in another shape.
+    """
+    import torch
+
+    module = getattr(module, "module", module)
+    tensors = CheckpointTensors(str(directory))
+    with torch.no_grad():
+        for stage in module.stages:
+            for name, tensor in stage.state_dict().items():
+                tensor.copy_(tensors.read(stage.stored_name(name), shape=tensor.shape))
+
+
+def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any = None) -> None:
+    """Write a checkpoint that `from_pretrained` loads; every rank must call it.
+
+    Args:
+        module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
+        directory: Where to; weights that lie there are replaced, other files stay.
+        config: Config to write; `None` for the model's own.
+
+    Raises:
+        ShardwrightError: A rank could not write; nothing was replaced.
+    """
+    from torch import distributed
+
+    module = getattr(module, "module", module)
+    output = Path(directory)
+    unfinished = output.parent / f".{output.name}.unfinished"
+    first = distributed.get_rank() == 0
+    _together(lambda: _make_empty(unfinished), here=first, what=f"{unfinished} cannot be made")
+    writes = module.data_parallel_rank == 0
+    prefix = f"stage-{module.stage_id:05d}"
+    _together(lambda: _write_tensors(module, unfinished, prefix), here=writes, what="a stage could not be written")
+    _together(lambda: _finish(module, unfinished, output, config), here=first, what=f"{output} could not be written")
+
+
+def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
+    """Work on the ranks where it is `here`, and fail on all of them when one fails."""
+    import torch
+    from torch import distributed
+
+    failure = None
+    if here:
+        try:
+            work()
+        except Exception as error:
+            # The others would wait for this rank otherwise.
+            failure = error
+    on_cpu = distributed.get_backend() == "gloo"
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    failures = torch.tensor(int(failure is not None), device=device)
+    distributed.all_reduce(failures)
+    if failure is not None:
+        raise ShardwrightError(f"{what}: {failure}") from failure
+    if failures.item():
+        raise ShardwrightError(f"{what} on another rank")
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
+    from safetensors.torch import save_file
+
+    tensors = pipeline_state_dict(module)
+    for number, names in enumerate(_files(tensors)):
+        part = {name: tensors[name].cpu().contiguous() for name in names}
+        save_file(part, directory / f"{prefix}-{number:05d}.safetensors", metadata={"format": "pt"})
+
+
+def _files(tensors: dict[str, Tensor]) -> Iterable[list[str]]:
+    """Divide tensors, in their order, into files of at most `LARGEST_FILE_BYTES`."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > LARGEST_FILE_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    if names:
+        yield names
+
+
+def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
+    """Give the files their names, write index and config, and move all into their place."""
+    _name_files(unfinished)
+    parts = module.parts
+    written = parts.config if config is None else config
+    written.architectures = [parts.model_class]
+    written.dtype = next(iter(pipeline_state_dict(module).values())).dtype
+    written.save_pretrained(unfinished)
+    if parts.generation_config is not None:
+        parts.generation_config.save_pretrained(unfinished)
+    output.mkdir(parents=True, exist_ok=True)
+    new = {path.name for path in unfinished.iterdir()}
+    for stale in (*output.glob("model*.safetensors"), output / _INDEX):
+        if stale.name not in new:
+            stale.unlink(missing_ok=True)
+    for path in unfinished.iterdir():
+        path.replace(output / path.name)
+    unfinished.rmdir()
+
+
+def _name_files(directory: Path) -> None:
+    from safetensors import safe_open
+
+    files = sorted(directory.glob("stage-*.safetensors"))
+    if len(files) == 1:
+        files[0].rename(directory / _SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    parameters = size = 0
+    for number, path in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with safe_open(path, framework="pt") as file:
+            weight_map |= dict.fromkeys(file.keys(), name)
+            for key in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(key)
+                parameters, size = parameters + tensor.numel(), size + tensor.nbytes
+        path.rename(directory / name)
+    index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,186 @@
+"""DeepSpeed's pipeline engine: an exact gradient norm, batches of the own replica, evaluation without an optimizer.
+
+Seen with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
+
+- ``clip_fp32_gradients`` (ZeRO-0 in fp32) counts the gradients of the first stage alone, because the parameters of
+  the other stages lack the mark ``model_parallel`` that ``clip_grad_norm_`` (runtime/utils.py) asks for. Every stage
+  then clips with a norm that is too small, and the norm is kept nowhere.
+- ``_exec_send_activations`` tells the next stage the shape of what follows for the first micro-batch only, unless
+  ``dynamic_shape`` is on, which tells it for every micro-batch and waits for the device each time.
+- Accelerate hands each rank other samples; all stages of one pipeline need the same.
+- ``HfTrainerDeepSpeedConfig`` computes ``train_batch_size`` as if every rank read samples of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_BATCH_KEY = "train_batch_size"
+
+
+def read_own_replica(accelerator: Any, *, replicas: int, replica: int) -> None:
+    """Make an accelerator shard data loaders over the copies of a pipeline instead of over all ranks.
+
+    Args:
+        accelerator: Accelerate's `Accelerator`.
+        replicas: Copies of the pipeline.
+        replica: Which of them this rank is a stage of.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    def prepare(data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return data_loader
+        prepared = prepare_data_loader(
+            data_loader,
+            accelerator.device,
+            num_processes=replicas,
+            process_index=replica,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    accelerator.prepare_data_loader = prepare
+
+
+def set_global_batch(hf_deepspeed_config: Any, *, replicas: int, world_size: int) -> int | None:
+    """Put the samples of one optimizer step into a DeepSpeed configuration; return a written value that contradicts.
+
+    Args:
+        hf_deepspeed_config: `HfTrainerDeepSpeedConfig` whose `auto` values were filled from the training arguments.
+        replicas: Copies of the pipeline.
+        world_size: All ranks.
+    """
+    config = hf_deepspeed_config.config
+    per_replica = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    hf_deepspeed_config.mismatches = [
+        line for line in hf_deepspeed_config.mismatches if f"ds {_BATCH_KEY}=" not in line
+    ]
+    written: int | None = config.get(_BATCH_KEY)
+    if written not in (None, "auto", per_replica * replicas, per_replica * world_size):
+        return written
+    config[_BATCH_KEY] = per_replica * replicas
+    return None
+
+
+def repair_clipping(engine: Any) -> None:
+    """Make a pipeline engine clip ZeRO-0 gradients in fp32 by the norm over all stages, tied weights once."""
+
+    def clip() -> None:
+        norm = gradient_norm(engine.module.parameters(), engine.grid.get_model_parallel_group())
+        engine._global_grad_norm = norm
+        factor = engine.gradient_clipping() / (norm + 1e-6)
+        if factor < 1:
+            for parameter in engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    engine.clip_fp32_gradients = clip
+
+
+def gradient_norm(parameters: Any, group: Any) -> torch.Tensor:
+    """Return the 2-norm of the gradients of all stages, where a weight that two stages share counts once.
+
+    Args:
+        parameters: This stage's parameters, after gradients were summed over stages that share one.
+        group: The ranks of one pipeline.
+    """
+    import torch
+    import torch.distributed as dist
+
+    gradients = [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None and not getattr(parameter, "ds_pipe_replicated", False)
+    ]
+    squares = sum(gradient.float().pow(2).sum() for gradient in gradients)
+    total = torch.as_tensor(squares, dtype=torch.float32, device=gradients[0].device if gradients else None)
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def optimizer_step(engine: Any, micro_batches: Sequence[Any]) -> torch.Tensor:
+    """Train one optimizer step on micro-batches of one shape and return the mean loss over replicas, on every rank."""
+    with _micro_batches(engine, len(micro_batches)):
+        loss: torch.Tensor = engine.train_batch(iter(micro_batches))
+    return loss
+
+
+def summed_loss(engine: Any, micro_batches: Sequence[Any], *, replicas: int) -> torch.Tensor:
+    """Return the sum of the micro-batches' losses over all replicas, on every rank and without training."""
+    count = len(micro_batches)
+    mean: torch.Tensor = engine.eval_batch(iter(micro_batches), num_micro_batches=count)
+    return mean * (count * replicas)
+
+
+@contextmanager
+def _micro_batches(engine: Any, count: int) -> Iterator[None]:
+    """Let one step have fewer micro-batches than the configuration says, as the last one of an epoch."""
+    usual, engine.micro_batches = engine.micro_batches, count
+    try:
+        yield
+    finally:
+        engine.micro_batches = usual
+
+
+class ShapeWatch:
+    """Makes both ends of a stage border forget the shape of activations when the next micro-batches have another."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, tuple[int, ...]] | None = None
+
+    def expect(self, engine: Any, shape: Sequence[int]) -> None:
+        """Say that the next micro-batches of an engine have tokens of this shape; all stages must say the same."""
+        now = (id(engine), tuple(shape))
+        if now != self._last:
+            engine.reset_activation_shape()
+            self._last = now
+
+
+def evaluation_engine(module: Any, config: dict[str, Any]) -> Any:
+    """Return an engine over a pipeline module that only evaluates, made without an optimizer.
+
+    Args:
+        module: DeepSpeed's `PipelineModule`.
+        config: The training configuration; its ZeRO stage and optimizer are left out.
+    """
+    import deepspeed
+
+    left_out = ("optimizer", "scheduler", "zero_optimization")
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return deepspeed.initialize(model=module, config=kept)[0]
+
+
+def count_idle_seconds(engine: Any, clock: Callable[[], float]) -> dict[str, float]:
+    """Make an engine time its instructions; return the sums by instruction name, which grow as it trains.
+
+    Receiving waits for the other stage, so that the time in `RecvActivation` and `RecvGrad` is the stage's idle time
+    beside that of the transfer itself. Devices are not synchronised: meaningful where work is done when a call returns.
+    """
+    from types import MethodType
+
+    sums: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[..., None]) -> Callable[..., None]:
+        def instruction(self: Any, *args: Any, **kwargs: Any) -> None:
+            started = clock()
+            MethodType(run, self)(*args, **kwargs)
+            sums[name] = sums.get(name, 0.0) + clock() - started
+
+        return instruction
+
+    engine._INSTRUCTION_MAP = {kind: timed(kind.__name__, run) for kind, run in engine._INSTRUCTION_MAP.items()}
+    return sums

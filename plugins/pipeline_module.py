@@ -1,0 +1,168 @@
+"""A Hugging Face causal language model as a DeepSpeed `PipelineModule`, one DeepSpeed layer for each stage.
+
+Seen with deepspeed 0.19.8 (`runtime/pipe/module.py`):
+
+- Layers are given to stages by its own partition methods; one layer for each stage makes "uniform" give exactly the
+  stages that a plan chose, and Transformers recomputes single decoder layers inside.
+- Weights are tied through `TiedLayerSpec`, whose module is registered twice; tied here is the weight of two modules
+  with different forward passes, each under its own name, through the same all-reduce.
+- It prints to standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
+
+from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.parallelism.pipeline import stage_faults
+from ..ds_configs.parallelism.stages import PipelineStage
+from .pipeline_loading import StageParts
+from .pipeline_stage import CausalLMStage, causal_lm_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _CausalLM:
+    """The stages, and the head's weight tied to the embedding's where they lie on two ranks."""
+
+    def __init__(self, parts: StageParts, **settings: Any) -> None:
+        # The base class asks for the tied modules while it is being built.
+        self.parts = parts
+        super().__init__(**settings)
+
+    def _index_tied_modules(self: Any) -> dict[str, Any]:
+        chunks = len(self._layer_specs)
+        first, last = self.stage_owner(0), self.stage_owner(chunks - 1)
+        if not self.parts.tied or first == last:
+            return {}
+        tied: dict[str, Any] = {}
+        for data_rank in range(self._grid.data_parallel_size):
+            ranks = [self._grid.stage_to_global(stage_id=stage, data=data_rank) for stage in (first, last)]
+            group = comm.new_group(ranks=ranks)
+            if self.global_rank not in ranks:
+                continue
+            family = self.parts.family
+            name = family.embedding if self.global_rank == ranks[0] else family.head
+            module = self.forward_funcs[0].get_submodule(name)
+            tied["token_embedding"] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": module}
+            # The norm of the gradient counts the matrix once.
+            module.weight.ds_pipe_replicated = self.global_rank != ranks[0]
+        return tied
+
+    @property
+    def stages(self: Any) -> tuple[CausalLMStage, ...]:
+        """The stages that this rank holds: one, or two with DualPipeV."""
+        return tuple(child for child in self.children() if isinstance(child, CausalLMStage))
+
+    @property
+    def data_parallel_rank(self: Any) -> int:
+        """Which of the ranks with the same stages this is."""
+        return int(self._grid.data_parallel_id)
+
+    def get_tied_weights_and_groups(self: Any) -> list[tuple[Tensor, Any]]:
+        """Return each tied weight that this rank holds, with the ranks that sum its gradient."""
+        return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
+
+    def allreduce_tied_weight_gradients(self: Any) -> None:
+        """Sum the gradients of tied weights."""
+        for weight, group in self.get_tied_weights_and_groups():
+            comm.all_reduce(weight.grad, group=group)
+
+
+class CausalLMPipeline(_CausalLM, PipelineModule):  # type: ignore[misc]
+    """Stages of a causal language model for the 1F1B schedule."""
+
+
+class CausalLMDualPipe(_CausalLM, DualPipeVModule):  # type: ignore[misc]
+    """Stages of a causal language model for DualPipeV: rank r holds parts r and 2p - 1 - r."""
+
+
+def build_pipeline_module(
+    model: Any,
+    stages: tuple[PipelineStage, ...],
+    *,
+    activation_checkpointing: bool = False,
+    dual_pipe: bool = False,
+    dynamic_shape: bool = True,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+) -> CausalLMPipeline | CausalLMDualPipe:
+    """Return the module that `deepspeed.initialize` trains; every rank calls it, with the process group ready.
+
+    Ranks are laid out as DeepSpeed does: `rank = stage * data_parallel_size + data_parallel_rank`.
+
+    Args:
+        model: A live model, whose own modules the stage holds; one on the meta device; or the directory or Hub id of a
+            checkpoint, of which each rank reads its stage alone.
+        stages: p contiguous parts that cover the model, 2p for DualPipeV.
+        activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
+        dual_pipe: Whether DualPipeV runs it.
+        dynamic_shape: Whether micro-batches may differ in shape; each then sends its shape ahead. Not with DualPipeV.
+        dtype: Weights of a checkpoint are cast to it; `None` keeps the dtype of its config.
+        attn_implementation: Attention of a model from a checkpoint.
+        revision: Revision of a Hub id.
+
+    Raises:
+        UsageError: The model, the stages or the ranks do not allow it; all faults together.
+    """
+    parts = (
+        model
+        if isinstance(model, StageParts)
+        else StageParts(model, dtype=dtype, attn_implementation=attn_implementation, revision=revision)
+    )
+    pipeline_ranks = len(stages) // 2 if dual_pipe else len(stages)
+    faults = _stages_faults(parts.config.num_hidden_layers, stages, dual_pipe=dual_pipe, dynamic_shape=dynamic_shape)
+    faults += stage_faults(
+        stages=max(1, pipeline_ranks),
+        num_layers=parts.config.num_hidden_layers,
+        world_size=comm.get_world_size(),
+        dual_pipe=dual_pipe,
+    )
+    if faults:
+        raise UsageError(faults)
+    specs = [
+        LayerSpec(CausalLMStage, parts, stage, activation_checkpointing=activation_checkpointing) for stage in stages
+    ]
+    module_class: Any = CausalLMDualPipe if dual_pipe else CausalLMPipeline
+    with redirect_stdout(sys.stderr):
+        module: CausalLMPipeline | CausalLMDualPipe = module_class(
+            parts,
+            layers=specs,
+            num_stages=pipeline_ranks,
+            loss_fn=causal_lm_loss,
+            partition_method="uniform",
+            dynamic_shape=dynamic_shape,
+        )
+    parts.release()
+    return module
+
+
+def _stages_faults(
+    num_layers: int, stages: tuple[PipelineStage, ...], *, dual_pipe: bool, dynamic_shape: bool
+) -> list[Fault]:
+    faults = []
+    where, shown = "pipeline_stages", [(stage.first_layer, stage.end_layer) for stage in stages]
+    starts = [0, *(stage.end_layer for stage in stages)]
+    covers = [stage.first_layer for stage in stages] == starts[:-1] and starts[-1] == num_layers
+    ends = [(stage.has_embedding, stage.has_head) for stage in stages]
+    expected = [(index == 0, index == len(stages) - 1) for index in range(len(stages))]
+    if not covers or ends != expected:
+        rule = f"must cover layers 0 to {num_layers} in order, embedding first and head last"
+        faults.append(Fault(where=where, value=shown, rule=rule, fix="use balanced_stages"))
+    elif any(stage.num_layers < 1 for stage in stages):
+        faults.append(Fault(where=where, value=shown, rule="every stage holds at least one layer"))
+    if dual_pipe and len(stages) % 2:
+        rule = "DualPipeV needs two stages for each rank"
+        faults.append(Fault(where=where, value=len(stages), rule=rule, fix=f"use {len(stages) + 1}"))
+    if dual_pipe and dynamic_shape:
+        rule = "DualPipeV exchanges shapes once (deepspeed/runtime/pipe/dualpipev.py)"
+        faults.append(Fault(where="dynamic_shape", value=True, rule=rule, fix="pad all micro-batches to one length"))
+    return faults

@@ -1,0 +1,115 @@
+"""One stage of a causal language model: its own part of Transformers' modules, under their own names.
+
+B sequences, S tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ds_configs.parallelism.stages import PipelineStage
+from .pipeline_families import attention_masks
+from .pipeline_loading import StageParts
+
+
+class CausalLMStage(nn.Module):
+    """Contiguous layers of a model, with embedding or head where the stage has them.
+
+    The first stage reads `(input_ids_BS[, attention_mask_BS[, position_ids_BS]])`; every stage but the last returns
+    `(hidden_BSD, ...)` with the same padding mask (uint8) and positions (int32) behind it, because rotary tables and
+    causal masks are cheaper to make on each stage than to send: one byte and four bytes for each token, against
+    `2 * D` for the hidden states in 16 bit. The last stage returns `logits_BSV`.
+    """
+
+    def __init__(self, parts: StageParts, stage: PipelineStage, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config, self.stage, self._family = parts.config, stage, parts.family
+        names = parts.names(stage)
+        for name in names:
+            _attach(self, name, parts.part(name))
+        self.tied_name = f"{parts.family.head}.weight" if parts.tied and stage.has_head else None
+        """Name of the head's weight where it is the token embedding's, which another stage may hold."""
+        if activation_checkpointing:
+            for index in self._layers:
+                layer: Any = self.get_submodule(f"{self._family.layers}.{index}")
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+    @property
+    def _layers(self) -> range:
+        return range(self.stage.first_layer, self.stage.end_layer)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name of a tensor of the state dict in a checkpoint, which holds tied weights once."""
+        return f"{self._family.embedding}.weight" if name == self.tied_name else name
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """Return what the next stage reads, or logits on the last one."""
+        first, *others = (inputs,) if isinstance(inputs, Tensor) else inputs
+        mask_BS = others[0].bool() if others else None
+        position_ids_BS = (
+            others[1].long() if len(others) > 1 else torch.arange(first.shape[1], device=first.device)[None]
+        )
+        hidden_BSD = self._embedded(first, position_ids_BS) if self.stage.has_embedding else first
+        hidden_BSD = self._through_layers(hidden_BSD, mask_BS, position_ids_BS)
+        if self.stage.has_head:
+            return self._logits(hidden_BSD)
+        if not others:
+            return hidden_BSD
+        sent = (others[0].to(torch.uint8), *(positions.to(torch.int32) for positions in others[1:]))
+        return (hidden_BSD, *sent)
+
+    def _embedded(self, input_ids_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
+        family = self._family
+        hidden_BSD: Tensor = self.get_submodule(family.embedding)(input_ids_BS)
+        if family.position_embedding:
+            hidden_BSD = hidden_BSD + self.get_submodule(family.position_embedding)(position_ids_BS)
+        return self.get_submodule(family.dropout)(hidden_BSD) if family.dropout else hidden_BSD
+
+    def _through_layers(self, hidden_BSD: Tensor, mask_BS: Tensor | None, position_ids_BS: Tensor) -> Tensor:
+        family = self._family
+        masks = attention_masks(family, self.config, hidden_BSD, mask_BS, position_ids_BS, self._layers)
+        rotary = {}
+        if family.rotary:
+            rotary["position_embeddings"] = self.get_submodule(family.rotary)(hidden_BSD, position_ids_BS)
+        for index in self._layers:
+            hidden_BSD = self.get_submodule(f"{family.layers}.{index}")(
+                hidden_BSD, attention_mask=masks[index], position_ids=position_ids_BS, use_cache=False, **rotary
+            )
+        return hidden_BSD
+
+    def _logits(self, hidden_BSD: Tensor) -> Tensor:
+        logits_BSV: Tensor = self.get_submodule(self._family.head)(self.get_submodule(self._family.norm)(hidden_BSD))
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits_BSV if cap is None else torch.tanh(logits_BSV / cap) * cap
+
+
+def causal_lm_loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    """Return `scale * sum(-log p(label))` over the tokens that a label follows, summed in fp32.
+
+    DeepSpeed averages a step's loss over micro-batches and data-parallel ranks, so that
+    `scale = micro_batches * data_parallel_size / tokens`, with the tokens of the whole global batch, makes it the mean
+    over tokens that the Trainer computes from `num_items_in_batch` (transformers/loss/loss_utils.py).
+
+    Args:
+        logits_BSV: Logits of the last stage.
+        labels: Labels [B, S], not shifted, -100 where no loss is taken; and the scale, a scalar.
+    """
+    labels_BS, scale = labels
+    losses = nn.functional.cross_entropy(
+        logits_BSV[:, :-1].flatten(0, 1).float(), labels_BS[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+    return losses * scale.to(losses.dtype)
+
+
+def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    root.add_module(name, module)
