@@ -10,6 +10,7 @@ from typing import Literal
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.plan import Plan
 from ..ds_configs.reasons import display_name
+from ..ds_configs.parallel_rules import AXIS_RULES
 from ..ds_configs.rules import RULES
 from ..ds_configs.terms import STRATEGY_MEANINGS, TERM_MEANINGS
 
@@ -58,7 +59,7 @@ def _exists(subject: str) -> bool:
 
 
 def _meanings() -> dict[str, str]:
-    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
+    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
     return dict(TERM_MEANINGS) | strategies | rules
 

@@ -66,7 +66,7 @@ def _stage1_and_2_buckets(
     if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
         width = 4
     size, offload = strategy.zero.reduce_bucket_size, strategy.offload_optimizer != "none"
-    shard = -(-parameters.trainable // strategy.shard_size)
+    shard = parameters.shard(strategy)
     buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
     accumulating = strategy.gradient_accumulation_steps > 1
     kept = buckets if strategy.zero_stage == 1 and accumulating else {}

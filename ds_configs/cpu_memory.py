@@ -12,10 +12,11 @@ from .host_memory import offload_terms
 from .job import TrainingJob
 from .memory import ALLOCATED_OVER_PREDICTED
 from .model import ModelSpec
-from .model_states import RankParameters, growing_gradients, rank_parameters
+from .model_states import RankParameters, growing_gradients, share_parameters
 from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
+from .parallelism.shares import RankShare, rank_shares
 from .strategy import Strategy
-from .tensor_terms import ActivationSource, cached_activations, moment_terms
+from .tensor_terms import ActivationSource, share_moment_terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +63,23 @@ def cpu_rank_terms(
     Raises:
         UnknownFamilyError: no stored coefficients and no `activations` given.
     """
-    parameters = rank_parameters(model, job)
-    source = activations or cached_activations(model, job, unmasked="fused")
-    device = moment_terms(strategy, model, job, parameters, source)
-    host = _host_terms(strategy, model, job, parameters)
-    return fullest_by_phase({moment: device[moment] | host[moment] for moment in device})
+    return max(
+        (phases for _, phases in cpu_share_terms(strategy, model, job, activations=activations)),
+        key=lambda phases: max(sum(terms.values()) for name, terms in phases.items() if name != "init"),
+    )
+
+
+def cpu_share_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, *, activations: ActivationSource | None = None
+) -> list[tuple[RankShare, dict[Phase, Terms]]]:
+    """Return the shares of a model among which the fullest CPU rank is, each with its named bytes by phase."""
+    found = []
+    for share in rank_shares(strategy, model, job):
+        device = share_moment_terms(strategy, share, job, activations, unmasked="fused")
+        parameters = share_parameters(share.model, job, ep=strategy.ep)
+        host = _host_terms(strategy, share.model, job, parameters)
+        found.append((share, fullest_by_phase({moment: device[moment] | host[moment] for moment in device})))
+    return found
 
 
 def _host_terms(

@@ -75,8 +75,8 @@ def offload_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob, parame
     if strategy.offload_optimizer == "none":
         return {}
     width, ranks = job.compute_bytes, strategy.shard_size
-    shard = -(-parameters.trainable // ranks)
-    states = -(-optimizer_state_bytes(strategy, model, job, parameters.trainable) // ranks)
+    shard = parameters.shard(strategy)
+    states = parameters.state_shard(optimizer_state_bytes(strategy, model, job, parameters.trainable), strategy)
     frozen = -(-parameters.frozen_bytes // ranks)
     if strategy.engine == "fsdp2":
         return {
@@ -125,10 +125,10 @@ def _stage3_offload_terms(strategy: Strategy, job: TrainingJob, shard: int, stat
 
 def _nvme_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> int:
     """Swap files of one rank: master weights and states, their gradients, and with parameter offload the weights."""
-    shard = -(-parameters.trainable // strategy.shard_size)
+    shard = parameters.shard(strategy)
     count = 0
     if strategy.offload_optimizer == "nvme":
-        states = -(-optimizer_state_bytes(strategy, model, job, parameters.trainable) // strategy.shard_size)
+        states = parameters.state_shard(optimizer_state_bytes(strategy, model, job, parameters.trainable), strategy)
         count += 4 * shard + states + 4 * shard
     if strategy.offload_param == "nvme":
         count += job.compute_bytes * shard + -(-parameters.frozen_bytes // strategy.shard_size)

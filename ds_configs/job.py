@@ -34,6 +34,16 @@ CHUNKED_LOSS_FAMILIES = (
 """Model types whose head and loss liger-kernel fuses; for others it changes nothing, without an error."""
 
 
+AXIS_FIELDS: Mapping[str, str] = {
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "sequence_parallel_size": "sp",
+    "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
+}
+"""Fields of `TrainingJob` for the axes beyond data parallelism, with their names in `Strategy`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
     """Memory that one optimizer of the Trainer needs."""
@@ -110,11 +120,30 @@ class TrainingJob:
     """A frozen second model whose logits are distilled; `None` without distillation."""
     teacher_placement: TeacherPlacementChoice = "auto"
     """Where the teacher lives; unused without one."""
+    tensor_parallel_size: int | None = None
+    """Ranks that share each layer (AutoTP); `None` lets the planner choose, 1 means none."""
+    pipeline_parallel_size: int | None = None
+    """Pipeline stages; `None` lets the planner choose, 1 means none."""
+    sequence_parallel_size: int | None = None
+    """Ranks that share each sequence (Ulysses); `None` lets the planner choose, 1 means none."""
+    context_parallel_size: int | None = None
+    """Ranks that share each sequence (torch context parallelism, FSDP2); `None` lets the planner choose, 1 means none."""
+    expert_parallel_size: int | None = None
+    """Ranks that share the experts of each layer (AutoEP); `None` lets the planner choose, 1 means none."""
+    zero_quantized_weights: bool = False
+    """ZeRO++ qwZ: ZeRO-3 gathers weights in int8."""
+    zero_quantized_gradients: bool = False
+    """ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes."""
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of one element in the compute precision."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def axis_sizes(self) -> dict[str, int | None]:
+        """The sizes of the axes beyond data parallelism that the user fixed, by the names of `Strategy`."""
+        return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
 
 
 def validate_job(job: TrainingJob) -> None:
@@ -129,9 +158,10 @@ def validate_job(job: TrainingJob) -> None:
         ("micro_batch_size", 1_000_000),
         ("global_batch_size", 1_000_000_000),
         ("lora_rank", 100_000),
+        *((field, 100_000) for field in AXIS_FIELDS),
     ):
         value = getattr(job, field)
-        if value is None and field in ("micro_batch_size", "global_batch_size"):
+        if value is None and field in ("micro_batch_size", "global_batch_size", *AXIS_FIELDS):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             faults.append(Fault(where=field, value=value, rule=f"must be an integer from 1 to {limit:,}"))

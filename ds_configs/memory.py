@@ -1,24 +1,25 @@
 """Memory of one accelerator as the maximum over the phases of a training step, every term named.
 
 The phases are `init`, `loss` (last layer's forward pass, head and loss), `backward` and `step`. Tensors come from
-`tensor_terms.py`; what the runtime and the caching allocator add is an interval.
+`tensor_terms.py`; what the runtime and the caching allocator add is an interval. Tensor, expert and pipeline
+parallelism leave each rank a smaller model (`parallelism/shares.py`); of a pipeline the fullest stage counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .calibration import Calibration, moved_factors
-from .errors import Fault, UsageError
 from .hardware import HardwareSpec
 from .host_memory import HostMemory, estimate_host_memory
 from .job import TrainingJob
 from .model import ModelSpec
 from .model_states import rank_parameters
-from .moments import Phase, Terms
+from .moments import Phase, Terms, fullest_by_phase
+from .parallelism.shares import rank_shares
 from .strategy import Strategy
-from .tensor_terms import ActivationSource, cached_activations, tensor_terms
+from .tensor_terms import ActivationSource, share_moment_terms
 
 _MB = 10**6
 
@@ -80,6 +81,8 @@ class GpuMemory:
     """Tensor bytes of every phase."""
     calibrated_runs: int = 0
     """Measured runs that moved the allocator's interval; 0 when it is the published one."""
+    stage: int | None = None
+    """The fullest pipeline stage, which the other fields describe; `None` without a pipeline."""
 
     @property
     def fits(self) -> bool:
@@ -120,31 +123,21 @@ def estimate_memory(
     runs that move the allocator's interval, of which those on this accelerator with this architecture count.
 
     Raises:
-        UsageError: the strategy uses tensor, pipeline or expert parallelism, whose terms are not modelled.
+        UsageError: there are fewer layers than pipeline stages.
         UnknownFamilyError: no cached coefficients and no `activations` given.
     """
-    _refuse_unmodelled_axes(strategy)
-    parameters = rank_parameters(model, job)
-    source = activations or cached_activations(model, job)
-    phases = tensor_terms(strategy, model, job, parameters, source)
-    phase = max(phases, key=lambda name: sum(phases[name].values()))
-    host = estimate_host_memory(strategy, model, hardware, job, parameters)
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
+    stages = []
+    for share in rank_shares(strategy, model, job):
+        phases = fullest_by_phase(share_moment_terms(strategy, share, job, activations))
+        phase = max(phases, key=lambda name: sum(phases[name].values()))
+        index = None if share.stage is None else share.stage.index
+        stages.append(replace(_with_overheads(strategy, hardware, phase, phases, ratios), stage=index))
     return MemoryEstimate(
-        gpu=_with_overheads(strategy, hardware, phase, phases, ratios),
-        host=host,
+        gpu=max(stages, key=lambda stage: stage.high_bytes),
+        host=estimate_host_memory(strategy, model, hardware, job, rank_parameters(model, job, strategy)),
         nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
     )
-
-
-def _refuse_unmodelled_axes(strategy: Strategy) -> None:
-    faults = [
-        Fault(where=axis, value=getattr(strategy, axis), rule="has no memory terms yet", fix="use 1")
-        for axis in ("tp", "pp", "ep")
-        if getattr(strategy, axis) > 1
-    ]
-    if faults:
-        raise UsageError(faults)
 
 
 def _with_overheads(
@@ -154,7 +147,7 @@ def _with_overheads(
     communicators = 0 if strategy.world_size == 1 else 1
     communicators += strategy.dp_replicate > 1 and strategy.dp_shard > 1
     communicators += strategy.zero.hpz_partition_size > 1
-    communicators += strategy.sp > 1 or strategy.cp > 1
+    communicators += sum(getattr(strategy, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))
 
     low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)
     terms = dict(phases[phase])

@@ -85,6 +85,10 @@ class ModelSpec:
     """Dropout masks of hidden size that each layer keeps for the backward pass, one byte per element on CUDA."""
     weight_conversion: bool = False
     """Whether loading fuses tensors (mixture of experts), which materialises them on every rank."""
+    layer_types: tuple[str, ...] = ()
+    """The kinds of layers that `config.json` names, each once; empty where it names none."""
+    attention: str | None = None
+    """The attention implementation that `config.json` asks for; `None` leaves it to transformers (sdpa)."""
     source: Literal["config", "meta"]
     """`config`: the closed form of a known family; `meta`: built by transformers on the meta device."""
 

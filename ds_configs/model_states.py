@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from .job import OPTIMIZERS, TrainingJob
 from .model import ModelSpec, lora_parameter_count
 from .moments import PHASES, Moment, Terms, at_moments
+from .parallelism.shares import rank_shares
 from .partitions import whole_tensors_of_partitions
 from .strategy import Strategy
 
@@ -49,6 +50,20 @@ class RankParameters:
     """Trainable elements of the tail and the embeddings, whose gradients come last unless tied to the head."""
     layers: int
     """Layers that share the other trainable elements."""
+    trainable_experts: int = 0
+    """Trainable elements of experts that `1 / ep` of the data-parallel ranks hold; 0 without expert parallelism."""
+
+    def shard(self, strategy: Strategy) -> int:
+        """Trainable elements whose states a rank keeps: experts are divided over the ranks that hold the same ones."""
+        ranks = strategy.shard_size
+        dense = self.trainable - self.trainable_experts
+        return -(-dense // ranks) + -(-self.trainable_experts * strategy.ep // ranks)
+
+    def state_shard(self, states: int, strategy: Strategy) -> int:
+        """Bytes that one rank keeps of `states`, those of all trainable elements of `trainable`."""
+        if not self.trainable_experts:
+            return -(-states // strategy.shard_size)
+        return -(-states * self.shard(strategy) // self.trainable)
 
     def gradients_so_far(self, moment: Moment) -> int:
         """Elements whose gradients exist at a moment of the backward pass, of those that are trained."""
@@ -64,8 +79,19 @@ class RankParameters:
         return done.get(moment, self.trainable)
 
 
-def rank_parameters(model: ModelSpec, job: TrainingJob) -> RankParameters:
-    """Return what a rank trains and what it keeps frozen under the job's method."""
+def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Strategy | None = None) -> RankParameters:
+    """Return what a rank trains and what it keeps frozen under the job's method.
+
+    Without a strategy that is everything; with one, what the fullest rank holds before ZeRO divides it.
+    """
+    if strategy is None:
+        return share_parameters(model, job)
+    shares = rank_shares(strategy, model, job)
+    return max((share_parameters(share.model, job, ep=strategy.ep) for share in shares), key=lambda p: p.trainable)
+
+
+def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> RankParameters:
+    """Return what a rank trains and keeps frozen that holds all of `model`, its experts under expert parallelism."""
     total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
     if job.method == "full":
         return RankParameters(
@@ -76,6 +102,7 @@ def rank_parameters(model: ModelSpec, job: TrainingJob) -> RankParameters:
             trainable_tail=model.tail_parameters,
             trainable_outside_layers=model.parameters_outside_layers,
             layers=layers,
+            trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
     adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
     frozen_bytes = total * job.compute_bytes
@@ -133,10 +160,10 @@ def model_state_terms(
         return _stage0(job, parameters, states)
     if strategy.zero_stage == 3:
         return _stage3(strategy, job, parameters, states)
-    shard = -(-parameters.trainable // strategy.shard_size)
+    shard = parameters.shard(strategy)
     whole = (shard, shard)
     if job.method == "full":
-        by_rank = whole_tensors_of_partitions(model, strategy.shard_size)
+        by_rank = whole_tensors_of_partitions(model, strategy.shard_size, strategy.ep)
         whole = (max(shard, *by_rank), max(shard, by_rank[-1]))
     return _stage1_and_2(strategy, job, parameters, states, whole)
 
@@ -189,9 +216,9 @@ def _stage1_and_2(
     norm of each in fp64 (stage_1_and_2.py:2684), then flattens them; the flat copy becomes the fp32 one or still lives
     while that is made.
     """
-    trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
+    trainable, width = parameters.trainable, job.compute_bytes
     whole, last = whole_tensors
-    shard = -(-trainable // ranks)
+    shard = parameters.shard(strategy)
     fp32_accumulation = strategy.zero.gradient_accumulation_fp32 and width == 2
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = width * trainable
@@ -204,7 +231,7 @@ def _stage1_and_2(
             # They have left for the host when the step begins.
             return at_moments(rest, **growing_gradients(strategy, parameters, full))
         return at_moments(rest)
-    rest |= {"master_weights": 4 * shard, "optimizer_states": -(-states // ranks)}
+    rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, strategy)}
     foreach = {"optimizer_transient": _foreach_transient(job, shard)}
     if fp32_accumulation and strategy.zero_stage == 1:
         rest["gradients"] = 4 * trainable
@@ -265,7 +292,7 @@ def _partition_gradients(strategy: Strategy, whole_bytes: int, last_bytes: int) 
 
 def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
     trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
-    shard = -(-trainable // ranks)
+    shard = parameters.shard(strategy)
     weights = width * shard + -(-parameters.frozen_bytes // ranks)
     rest = {} if strategy.offload_param != "none" else {"weights": weights}
     if strategy.zero.hpz_partition_size > 1:
@@ -279,7 +306,7 @@ def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, st
     rest |= {
         "master_weights": 4 * shard,
         "gradients": accumulation * shard,
-        "optimizer_states": -(-states // ranks),
+        "optimizer_states": parameters.state_shard(states, strategy),
     }
     transient = _foreach_transient(job, sub_group)
     if width == 2 and not strategy.zero.gradient_accumulation_fp32:

@@ -1,9 +1,19 @@
-"""Rules of the axes beyond data parallelism: tensor, pipeline, sequence, context, expert, ZeRO++."""
+"""Rules of the axes beyond data parallelism: the ones that the trainers apply too, on the values of a candidate."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .candidate import Candidate, Rule, divides
 from .errors import Fault
+from .parallelism.context import context_parallel_faults
+from .parallelism.expert import expert_faults
+from .parallelism.pipeline import pipeline_faults
+from .parallelism.sequence import sequence_parallel_faults
+from .parallelism.tensor import tensor_parallel_faults
+
+AxisRule = Callable[[Candidate], list[Fault]]
+"""A rule that may be broken in several ways at once."""
 
 
 def hpz_partition_fits_the_node(candidate: Candidate) -> Fault | None:
@@ -16,123 +26,169 @@ def hpz_partition_fits_the_node(candidate: Candidate) -> Fault | None:
     return divides("hpz_partition_size", size, candidate.hardware.gpus_per_node, "the accelerators of a node")
 
 
-def quantized_gradients_cross_nodes(candidate: Candidate) -> Fault | None:
-    """qgZ works in stage 3 over more than one node (deepspeed/runtime/zero/stage3.py:1925)."""
-    if not candidate.strategy.zero.quantized_gradients or (
-        candidate.strategy.zero_stage == 3 and candidate.hardware.nodes > 1
-    ):
+def quantized_weights_need_stage_three(candidate: Candidate) -> Fault | None:
+    """qwZ quantizes what ZeRO-3 gathers, with CUDA kernels (deepspeed/runtime/zero/partition_parameters.py)."""
+    if not candidate.strategy.zero.quantized_weights:
         return None
-    return Fault(where="quantized_gradients", value=True, rule="has an effect only with ZeRO-3 on several nodes")
-
-
-def sequence_parallel_divides(candidate: Candidate) -> Fault | None:
-    """heads % sp = 0, kv heads and sp divide one another, sequence % sp = 0 (deepspeed ulysses_sp.py:147, 706)."""
-    sp, sizes = candidate.strategy.sp, candidate.model.dimensions
-    if sp == 1:
-        return None
-    if candidate.strategy.engine != "deepspeed":
-        return Fault(where="sp", value=sp, rule="runs on DeepSpeed", fix="use a ZeRO stage, or cp with FSDP2")
-    kv = sizes.num_key_value_heads
-    if kv % sp and sp % kv:
-        return Fault(where="sp", value=sp, rule=f"and {kv} key/value heads must divide one another")
-    return divides("sp", sp, sizes.num_attention_heads, "the attention heads") or divides(
-        "sp", sp, candidate.job.seq_len_tokens, "the sequence length"
-    )
-
-
-def context_parallel_divides(candidate: Candidate) -> Fault | None:
-    """cp runs on FSDP2, without sp, and 2 * cp divides the sequence (accelerate/parallelism_config.py, torch)."""
-    if candidate.strategy.cp == 1:
-        return None
-    if candidate.strategy.engine != "fsdp2" or candidate.strategy.sp > 1:
-        return Fault(where="cp", value=candidate.strategy.cp, rule="needs FSDP2 and excludes sequence parallelism")
-    return divides("2 * cp", 2 * candidate.strategy.cp, candidate.job.seq_len_tokens, "the sequence length")
-
-
-def expert_parallel_divides(candidate: Candidate) -> Fault | None:
-    """ep divides the experts and the data-parallel ranks, on DeepSpeed (auto_ep_folding.py)."""
-    if candidate.strategy.ep == 1:
-        return None
-    if not candidate.model.dimensions.num_experts:
-        return Fault(where="ep", value=candidate.strategy.ep, rule="needs a mixture of experts", fix="use ep = 1")
-    if candidate.strategy.engine != "deepspeed":
-        return Fault(where="ep", value=candidate.strategy.ep, rule="runs on DeepSpeed", fix="use a ZeRO stage")
-    return divides("ep", candidate.strategy.ep, candidate.model.dimensions.num_experts, "the experts") or divides(
-        "ep", candidate.strategy.ep, candidate.strategy.data_parallel_size, "the data-parallel ranks"
-    )
-
-
-def tensor_parallel_divides(candidate: Candidate) -> Fault | None:
-    """tp divides the heads, on DeepSpeed AutoTP with dense models (module_inject/tp_plan_converter.py)."""
-    if candidate.strategy.tp == 1:
-        return None
-    if candidate.model.dimensions.num_experts:
-        return Fault(where="tp", value=candidate.strategy.tp, rule="AutoTP refuses mixtures of experts", fix="use ep")
-    if candidate.strategy.engine != "deepspeed":
-        return Fault(
-            where="tp",
-            value=candidate.strategy.tp,
-            rule="needs DeepSpeed AutoTP",
-            fix="use a ZeRO stage up to 2",
-        )
-    return divides(
-        "tp", candidate.strategy.tp, candidate.model.dimensions.num_attention_heads, "the attention heads"
-    ) or divides("tp", candidate.strategy.tp, candidate.hardware.gpus_per_node, "the accelerators of a node")
-
-
-def pipeline_divides(candidate: Candidate) -> Fault | None:
-    """Pipelines run with ZeRO 0 or 1 and at most one stage for each layer (deepspeed/runtime/pipe/engine.py:76)."""
-    if candidate.strategy.pp == 1:
-        return None
-    if candidate.strategy.engine != "deepspeed" or (candidate.strategy.zero_stage or 0) > 1:
-        return Fault(where="pp", value=candidate.strategy.pp, rule="runs with ZeRO stage 0 or 1")
-    if candidate.strategy.pp > candidate.model.dimensions.num_layers:
-        return Fault(
-            where="pp",
-            value=candidate.strategy.pp,
-            rule=f"cannot exceed the {candidate.model.dimensions.num_layers} layers",
-            fix=f"nearest legal value: {candidate.model.dimensions.num_layers}",
-        )
+    if candidate.strategy.zero_stage != 3:
+        rule = "has an effect only with ZeRO-3, which gathers weights"
+        return Fault(where="quantized_weights", value=True, rule=rule, fix="use --strategy zero3 or zero3-hpz")
+    if candidate.hardware.gpu == "CPU":
+        return Fault(where="quantized_weights", value=True, rule="has no kernels for CPU ranks (DeepSpeed 0.19.8)")
     return None
 
 
-def context_parallel_needs_full_attention(candidate: Candidate) -> Fault | None:
-    """Torch context parallelism refuses sliding windows (accelerate/big_modeling.py:805)."""
-    window = candidate.model.sliding_window
-    if candidate.strategy.cp == 1 or window is None:
+def quantized_gradients_cross_nodes(candidate: Candidate) -> Fault | None:
+    """qgZ works in stage 3 over more than one node (deepspeed/runtime/zero/stage3.py:1925)."""
+    if not candidate.strategy.zero.quantized_gradients or (
+        candidate.strategy.zero_stage == 3 and candidate.hardware.nodes > 1 and candidate.hardware.gpu != "CPU"
+    ):
         return None
-    return Fault(
-        where="cp",
-        value=candidate.strategy.cp,
-        rule=f"needs full attention, and {candidate.model.architecture} looks back {window} tokens",
-        fix="use sp with DeepSpeed",
+    rule = "has an effect only with ZeRO-3 on several nodes of GPUs"
+    return Fault(where="quantized_gradients", value=True, rule=rule, fix="use --strategy zero3 on several nodes")
+
+
+def tensor_parallelism_with_fsdp2(candidate: Candidate) -> Fault | None:
+    """FSDP2 with tensor parallelism cannot start: accelerate 1.15.0 imports a name that transformers 5.17.0 lacks.
+
+    `accelerate/accelerator.py:1618` wants `transformers.integrations.tensor_parallel.ReplicateParallel`.
+    """
+    strategy = candidate.strategy
+    if strategy.engine != "fsdp2" or strategy.tp == 1:
+        return None
+    rule = "cannot run with FSDP2: accelerate 1.15.0 imports a class that transformers 5.17.0 does not have"
+    return Fault(where="tp", value=strategy.tp, rule=rule, fix="use a ZeRO stage up to 2, which runs on AutoTP")
+
+
+def sequence_parallelism(candidate: Candidate) -> list[Fault]:
+    """Heads, key/value heads and sequence divide over sp on DeepSpeed, whose attention has no mask (Ulysses)."""
+    strategy, model = candidate.strategy, candidate.model
+    return sequence_parallel_faults(
+        sequence_parallel_size=strategy.sp,
+        engine=strategy.engine,
+        world_size=candidate.hardware.world_size,
+        num_attention_heads=model.dimensions.num_attention_heads,
+        num_key_value_heads=model.dimensions.num_key_value_heads,
+        seq_len_tokens=candidate.job.seq_len_tokens,
+        attention=model.attention or "sdpa",
+        model_type=model.model_type,
+        layer_types=model.layer_types,
+        attention_window_tokens=model.sliding_window,
+        has_equal_head_widths=not model.model_type.startswith(("deepseek_v2", "deepseek_v3")),
+        context_parallel_size=strategy.cp,
+        tensor_parallel_size=strategy.tp,
+        pipeline_parallel_size=strategy.pp,
     )
 
 
-def expert_parallel_excludes(candidate: Candidate) -> Fault | None:
-    """AutoEP in stage 3 runs without sequence parallelism, hpZ and qgZ (deepspeed/runtime/engine.py:2197)."""
+def context_parallelism(candidate: Candidate) -> list[Fault]:
+    """cp runs on FSDP2 with full causal attention, and 2 * cp divides the sequence."""
+    strategy, model = candidate.strategy, candidate.model
+    return context_parallel_faults(
+        context_parallel_size=strategy.cp,
+        engine=strategy.engine,
+        world_size=candidate.hardware.world_size,
+        seq_len_tokens=candidate.job.seq_len_tokens,
+        attention=model.attention or "sdpa",
+        model_type=model.model_type,
+        layer_types=model.layer_types,
+        attention_window_tokens=model.sliding_window,
+        sequence_parallel_size=strategy.sp,
+        tensor_parallel_size=strategy.tp,
+        pipeline_parallel_size=strategy.pp,
+        dp_replicate=strategy.dp_replicate,
+        dp_shard=strategy.dp_shard,
+    )
+
+
+def expert_parallelism(candidate: Candidate) -> list[Fault]:
+    """ep divides the experts and the data-parallel ranks, on DeepSpeed AutoEP with the models that it knows."""
+    strategy, model = candidate.strategy, candidate.model
+    return expert_faults(
+        ep=strategy.ep,
+        model_type=model.model_type,
+        num_experts=model.dimensions.num_experts,
+        data_parallel_size=strategy.data_parallel_size,
+        engine=strategy.engine,
+        zero_stage=strategy.zero_stage,
+        tp=strategy.tp,
+        pp=strategy.pp,
+        sp=strategy.sp,
+        cp=strategy.cp,
+        hpz_partition_size=strategy.zero.hpz_partition_size,
+        quantized_gradients=strategy.zero.quantized_gradients,
+        offload_optimizer=strategy.offload_optimizer,
+        offload_param=strategy.offload_param,
+    )
+
+
+def tensor_parallelism(candidate: Candidate) -> list[Fault]:
+    """tp divides heads, MLP and node, on DeepSpeed AutoTP with ZeRO 0 to 2 and dense models."""
+    strategy, sizes = candidate.strategy, candidate.model.dimensions
+    return tensor_parallel_faults(
+        tensor_parallel_size=strategy.tp,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        intermediate_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+        model_type=candidate.model.model_type,
+        num_experts=sizes.num_experts,
+        engine=strategy.engine,
+        zero_stage=strategy.zero_stage,
+        world_size=candidate.hardware.world_size,
+        ranks_per_node=candidate.hardware.gpus_per_node,
+        method=candidate.job.method,
+        sequence_parallel_size=strategy.sp,
+        context_parallel_size=strategy.cp,
+        pipeline_stages=strategy.pp,
+        expert_parallel_size=strategy.ep,
+    )
+
+
+def pipeline_parallelism(candidate: Candidate) -> list[Fault]:
+    """Pipelines run with ZeRO 0 or 1, alone with data parallelism, and hold a layer in each stage."""
+    strategy, model = candidate.strategy, candidate.model
+    return pipeline_faults(
+        stages=strategy.pp,
+        num_layers=model.dimensions.num_layers,
+        model_type=model.model_type,
+        zero_stage=strategy.zero_stage,
+        engine=strategy.engine,
+        offload_optimizer=strategy.offload_optimizer,
+        offload_param=strategy.offload_param,
+        tensor_parallel_size=strategy.tp,
+        sequence_parallel_size=strategy.sp,
+        context_parallel_size=strategy.cp,
+        expert_parallel_size=strategy.ep,
+        method=candidate.job.method,
+        world_size=candidate.hardware.world_size,
+        micro_batches=strategy.gradient_accumulation_steps,
+    )
+
+
+def teachers_stay_whole(candidate: Candidate) -> list[Fault]:
+    """A distillation trains under data and sequence parallelism alone: a teacher is not cut with its student."""
     strategy = candidate.strategy
-    if strategy.ep == 1 or strategy.zero_stage != 3:
-        return None
-    clashes = {
-        "sp": strategy.sp > 1,
-        "hpz_partition_size": strategy.zero.hpz_partition_size > 1,
-        "quantized_gradients": strategy.zero.quantized_gradients,
-    }
-    found = [name for name, present in clashes.items() if present]
-    if not found:
-        return None
-    return Fault(where="ep", value=strategy.ep, rule=f"in ZeRO-3 excludes {', '.join(found)}", fix="use stage 2")
+    cut = {axis: size for axis, size in strategy.axes.items() if axis != "sp"}
+    if candidate.job.teacher is None:
+        return []
+    rule = "does not combine with a teacher, which is not cut with its student"
+    return [Fault(where=axis, value=size, rule=rule, fix=f"use {axis} = 1, or sp") for axis, size in cut.items()]
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     hpz_partition_fits_the_node,
+    quantized_weights_need_stage_three,
     quantized_gradients_cross_nodes,
-    sequence_parallel_divides,
-    context_parallel_divides,
-    context_parallel_needs_full_attention,
-    expert_parallel_divides,
-    expert_parallel_excludes,
-    tensor_parallel_divides,
-    pipeline_divides,
+    tensor_parallelism_with_fsdp2,
 )
+
+AXIS_RULES: tuple[AxisRule, ...] = (
+    sequence_parallelism,
+    context_parallelism,
+    expert_parallelism,
+    tensor_parallelism,
+    pipeline_parallelism,
+    teachers_stay_whole,
+)
+"""Rules with several possible faults each, in the order in which they are checked."""

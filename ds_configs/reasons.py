@@ -26,12 +26,16 @@ _NAMES = {
 
 
 def display_name(strategy: Strategy) -> str:
-    """Return the layout's name for people, such as `ZeRO-2 + CPU offload of optimizer`."""
-    base, _, offload = strategy.label.partition("+")
-    name = _NAMES[base]
-    if not offload:
-        return name
-    return f"{name} + " + offload.replace("cpu-", "CPU ").replace("nvme-", "NVMe ")
+    """Return the layout's name for people, such as `ZeRO-1 + TP 2` or `ZeRO-2 + CPU offload of optimizer`."""
+    base, *parts = strategy.label.split("+")
+    names = [_NAMES[base]]
+    for part in parts:
+        axis = part[:2]
+        if axis in strategy.axes and part[2:].isdigit():
+            names.append(f"{axis.upper()} {part[2:]}")
+        else:
+            names.append(part.replace("cpu-", "CPU ").replace("nvme-", "NVMe "))
+    return " + ".join(names)
 
 
 def largest_terms(terms: Terms, *, count: int = 4) -> str:

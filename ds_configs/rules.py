@@ -6,7 +6,7 @@ from .candidate import Candidate, Rule, one_of
 from .errors import Fault
 from .job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS
 from .model import targeted_linears
-from .parallel_rules import PARALLEL_RULES
+from .parallel_rules import AXIS_RULES, PARALLEL_RULES
 
 
 def sizes_are_positive(candidate: Candidate) -> Fault | None:
@@ -259,5 +259,6 @@ RULES: tuple[Rule, ...] = (
 
 def legality_faults(candidate: Candidate) -> tuple[Fault, ...]:
     """Return every rule that the candidate violates; empty when it is legal."""
-    found = (rule(candidate) for rule in RULES)
-    return tuple(fault for fault in found if fault is not None)
+    found = [fault for rule in RULES if (fault := rule(candidate)) is not None]
+    found += [fault for rule in AXIS_RULES for fault in rule(candidate)]
+    return tuple(found)

@@ -99,13 +99,20 @@ class Strategy:
         return self.dp_shard * self.sp * self.cp
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The axes beyond data parallelism that are in use, by name."""
+        sizes = {"tp": self.tp, "pp": self.pp, "sp": self.sp, "cp": self.cp, "ep": self.ep}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    @property
     def label(self) -> str:
-        """The name that the user gives with `--strategy`, with the offload spelled out."""
+        """The name that the user gives with `--strategy`, with the axes and the offload spelled out: `zero1+tp2+pp4`."""
         name = self.engine if self.engine != "deepspeed" else f"zero{self.zero_stage}"
         if self.zero.hpz_partition_size > 1:
             name += "-hpz"
         if self.engine == "fsdp2" and self.dp_replicate > 1:
             name += "-hybrid"
+        name += "".join(f"+{axis}{size}" for axis, size in self.axes.items())
         if self.offload_param not in ("none", self.offload_optimizer):
             return f"{name}+{self.offload_optimizer}-offload of optimizer, {self.offload_param}-offload of parameters"
         if self.offload_param != "none":

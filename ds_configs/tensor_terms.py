@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
-from .activations import ActivationEstimate, Adapter, Attention, Mode, UnknownFamilyError, estimate_activations
+from .activation_source import ActivationSource as ActivationSource
+from .activation_source import activations_are_stored as activations_are_stored
+from .activation_source import cached_activations as cached_activations
+from .activations import ActivationEstimate, Attention, Mode
 from .buffers import buffer_terms
 from .distillation_memory import distillation_loss_terms, teacher_terms
 from .job import TrainingJob
 from .model import ModelSpec, adapted_experts
-from .model_states import RankParameters, model_state_terms
-from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
+from .model_states import RankParameters, model_state_terms, share_parameters
+from .moments import Moment, Terms, at_moments
+from .parallelism.shares import RankShare
 from .strategy import Strategy
-
-ActivationSource = Callable[[int, Mode], ActivationEstimate]
-"""Activation bytes for a micro-batch size and a precision mode."""
-
-
-def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attention = "auto") -> ActivationSource:
-    """Return the activation bytes of the traced coefficients that ship with the package.
-
-    `unmasked` is the attention kernel where no mask reaches it.
-    """
-    window = model.sliding_window
-    attention: Attention = "masked" if window and job.seq_len_tokens > window else unmasked
-
-    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
-        return estimate_activations(
-            family=model.model_type,
-            dimensions=model.dimensions,
-            micro_batch_size=micro_batch_size,
-            seq_len_tokens=job.seq_len_tokens,
-            mode=mode,
-            adapter=adapter,
-            lora_rank=0 if adapter == "none" else job.lora_rank,
-            chunked_loss=job.loss == "chunked",
-            attention=attention,
-        )
-
-    def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
-        try:
-            return estimate(micro_batch_size, mode, adapter_name(job))
-        except UnknownFamilyError:
-            # Full training keeps at least what adapters on frozen weights keep.
-            full = estimate(micro_batch_size, mode, "none")
-            if mode != "bf16_autocast" or job.method == "full":
-                return full
-            # Under autocast the frozen weights are 16-bit and only the adapters are copied.
-            copies = full.autocast_weight_copy_bytes_per_parameter
-            return replace(estimate(micro_batch_size, "bf16", "none"), autocast_weight_copy_bytes_per_parameter=copies)
-
-    return source
-
-
-def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
-    """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
-    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
-    source = cached_activations(model, job)
-    try:
-        for mode in modes:
-            source(1, mode)
-    except UnknownFamilyError:
-        return False
-    return model.task == "causal_lm"
-
-
-def adapter_name(job: TrainingJob) -> Adapter:
-    """Return the activation profile of the job's adapters; unusual targets count as all Linear modules."""
-    if job.method == "full":
-        return "none"
-    return "lora_attention" if set(job.lora_targets) <= {"q_proj", "v_proj"} else "lora_all_linear"
 
 
 def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
@@ -80,17 +23,30 @@ def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
     return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
 
 
-def tensor_terms(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, source: ActivationSource
-) -> dict[Phase, Terms]:
-    """Return the named tensor bytes of each phase at its fullest moment."""
-    return fullest_by_phase(moment_terms(strategy, model, job, parameters, source))
-
-
-def moment_terms(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, source: ActivationSource
+def share_moment_terms(
+    strategy: Strategy,
+    share: RankShare,
+    job: TrainingJob,
+    activations: ActivationSource | None = None,
+    *,
+    unmasked: Attention = "auto",
 ) -> dict[Moment, Terms]:
-    """Return the named tensor bytes of each moment."""
+    """Return the named tensor bytes of a rank's share at each moment of a training step.
+
+    A trace that `activations` gives is one of the whole model: under tensor parallelism it counts too much.
+
+    Raises:
+        UnknownFamilyError: no cached coefficients and no `activations` given.
+    """
+    source = activations or cached_activations(share.model, job, unmasked=unmasked)
+    parameters = share_parameters(share.model, job, ep=strategy.ep)
+    return _moment_terms(strategy, share, job, parameters, source)
+
+
+def _moment_terms(
+    strategy: Strategy, share: RankShare, job: TrainingJob, parameters: RankParameters, source: ActivationSource
+) -> dict[Moment, Terms]:
+    model = share.model
     constant: Terms = {"model_buffers": model.buffer_bytes}
     traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
     parts = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ds_configs.families import model_spec_from_config
@@ -35,6 +35,7 @@ def load_model(model: str, *, revision: str | None = None) -> LoadedModel:
         from .meta_model import model_spec_from_meta
 
         spec = model_spec_from_meta(source.config, name=source.name, revision=source.revision)
+    spec = replace(spec, layer_types=_layer_types(source.config), attention=_attention(source.config))
     notes = []
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method is not None:
@@ -43,6 +44,16 @@ def load_model(model: str, *, revision: str | None = None) -> LoadedModel:
     if method is None and stored is not None and not _counts_agree(spec, stored):
         notes.append(f"the checkpoint holds {stored:,} parameters, {spec.architecture} has {spec.parameter_count:,}")
     return LoadedModel(spec=spec, config=source.config, notes=tuple(notes))
+
+
+def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
+    named = config.get("layer_types")
+    return tuple(sorted({str(kind) for kind in named})) if isinstance(named, list) else ()
+
+
+def _attention(config: dict[str, Any]) -> str | None:
+    asked = config.get("attn_implementation", config.get("_attn_implementation"))
+    return asked if isinstance(asked, str) else None
 
 
 def _counts_agree(spec: ModelSpec, stored: int) -> bool:

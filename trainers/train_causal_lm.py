@@ -4,7 +4,7 @@
         --model Qwen/Qwen3-0.6B --text corpus.txt --training-arguments arguments.json --output-dir tuned
 
 The launcher decides between DDP, DeepSpeed and FSDP2, and `torchrun` works too. Ranks without an accelerator
-train on CPU.
+train on CPU. Sequence, expert, tensor and pipeline parallelism are those of the plan that `--plan` names.
 Precedence: defaults < `--training-arguments` file < flags.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ..ds_configs.plan import Plan
 from ..plugins.accelerate import Engine, configure_cpu_ranks, engine_from_environment
 from ..plugins.deepspeed import prepare_nvme_offload
 from ..plugins.peft import add_lora, four_bit_loading
@@ -33,6 +34,7 @@ from ..plugins.transformers import (
     weights_dtype,
 )
 from .notes import note
+from .plan_parallelism import PlannedParallelism, planned_parallelism
 from .text import load_tokenizer, pack, read_documents
 
 if TYPE_CHECKING:
@@ -213,6 +215,7 @@ def train(flags: argparse.Namespace) -> None:
     prepare_nvme_offload(arguments)
     check_liger_kernel(arguments)
     planned = plan_callback(flags)
+    parallelism = PlannedParallelism() if flags.plan is None else planned_parallelism(Plan.load(flags.plan))
     if flags.save:
         prepare_model_directory_save(arguments)
 
@@ -225,9 +228,9 @@ def train(flags: argparse.Namespace) -> None:
         adapters_in_fp32 = engine != "deepspeed"
         model = add_lora(model, rank=flags.lora_rank, targets=flags.lora_targets, fp32_adapters=adapters_in_fp32)
 
-    from transformers import Trainer, default_data_collator
+    from transformers import default_data_collator
 
-    trainer = Trainer(
+    trainer = parallelism.make_trainer(
         model=model,
         args=arguments,
         train_dataset=samples,

@@ -1,0 +1,150 @@
+"""The pipelines whose training must equal that of the stock Trainer in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS = 5
+VOCAB_SIZE = 96
+MICRO_BATCH_SIZE = 2
+LAYERS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run."""
+
+    family: str = "llama"
+    zero_stage: int = 1
+    accumulation: int = 1
+    ragged: bool = False
+    optimizer: str = "adamw_torch"
+    replicas: int = 1
+    bf16: bool = False
+    checkpointing: bool = False
+    dual_pipe: bool = False
+    max_steps: int = STEPS
+    epochs: bool = False
+    """Train two epochs whose last step has fewer micro-batches, instead of `max_steps`."""
+
+    @property
+    def name(self) -> str:
+        flags = ["ragged"] * self.ragged + ["bf16"] * self.bf16 + ["recompute"] * self.checkpointing
+        flags += ["dual"] * self.dual_pipe + ["epochs"] * self.epochs
+        sizes = f"zero{self.zero_stage}-x{self.accumulation}-dp{self.replicas}"
+        return "-".join([self.family, sizes, self.optimizer, *flags])
+
+    def single_process(self) -> Case:
+        """Return the run in one process that this one must equal."""
+        return replace(self, zero_stage=0, checkpointing=False, dual_pipe=False)
+
+    def arguments(self, output: Path, *, pipeline: bool, **more: Any) -> dict[str, Any]:
+        """Return the training arguments, of the pipeline's ranks or of one process with the same global batch."""
+        zero = {"stage": self.zero_stage, "reduce_bucket_size": 4096}
+        deepspeed = {
+            "zero_optimization": zero,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+        }
+        return {
+            "output_dir": str(output),
+            "per_device_train_batch_size": MICRO_BATCH_SIZE * (1 if pipeline else self.replicas),
+            "per_device_eval_batch_size": 3,
+            "gradient_accumulation_steps": self.accumulation,
+            "optim": self.optimizer,
+            "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
+            "weight_decay": 0.1,
+            "warmup_steps": 1,
+            "max_grad_norm": 0.5,
+            "num_train_epochs": 2,
+            "max_steps": -1 if self.epochs else self.max_steps,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "seed": 11,
+            "bf16": self.bf16,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "gradient_checkpointing": self.checkpointing,
+            **({"deepspeed": deepspeed} if pipeline else {}),
+            **more,
+        }
+
+
+def untrained_model(family: str) -> Any:
+    """Return a small model with the same weights in every process."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(3)
+    if family == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, **sizes, **no_dropout))
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=family == "llama-tied",
+    )
+    return LlamaForCausalLM(config)
+
+
+def samples(count: int, *, ragged: bool, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Return token ids, of 4 to 20 tokens where they are ragged, else of 12."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 21, (count,), generator=draw).tolist() if ragged else [12] * count
+    return [{"input_ids": torch.randint(0, VOCAB_SIZE, (length,), generator=draw).tolist()} for length in lengths]
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Pad on the right; padded tokens are masked and have no label."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for row in rows:
+        ids, missing = row["input_ids"], longest - len(row["input_ids"])
+        batch["input_ids"].append(ids + [0] * missing)
+        batch["attention_mask"].append([1] * len(ids) + [0] * missing)
+        batch["labels"].append(ids + [-100] * missing)
+    return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def data_of(case: Case) -> dict[str, Any]:
+    """Return the data sets of a case and their collator."""
+    per_step = MICRO_BATCH_SIZE * case.accumulation * case.replicas
+    count = per_step + MICRO_BATCH_SIZE * case.replicas if case.epochs else per_step * STEPS
+    return {
+        "train_dataset": samples(count, ragged=case.ragged),
+        "eval_dataset": samples(7, ragged=case.ragged, seed=1),
+        "data_collator": collate,
+    }
+
+
+TWO_RANKS = [
+    Case(accumulation=1),
+    Case(accumulation=3, ragged=True),
+    Case(accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
+    Case(accumulation=1, zero_stage=0, optimizer="sgd", ragged=True),
+    Case(accumulation=3, ragged=True, optimizer="sgd"),
+    Case(family="gpt2", accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
+    Case(family="gpt2", accumulation=3, ragged=True, checkpointing=True),
+    Case(family="llama-tied", accumulation=3, ragged=True, zero_stage=1, optimizer="sgd"),
+    Case(accumulation=3, ragged=True, epochs=True),
+    Case(family="llama-tied", accumulation=3, bf16=True),
+    Case(family="llama-tied", accumulation=3, bf16=True, zero_stage=0),
+]
+FOUR_RANKS = [
+    Case(replicas=2, accumulation=3, ragged=True),
+    Case(replicas=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
+    Case(family="gpt2", replicas=2, accumulation=1, ragged=True, optimizer="sgd"),
+]

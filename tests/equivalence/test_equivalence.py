@@ -1,0 +1,136 @@
+"""Every parallel layout trains as one process does, step by step, and its checkpoint loads in plain Transformers.
+
+The reference is the Trainer of Transformers in one process, this one. All cases of a world size share one launch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from equivalence.cases import (
+    CASES,
+    LOGIT_TOLERANCE,
+    LOSS_TOLERANCE,
+    MAX_GRAD_NORM,
+    STEPS,
+    WEIGHT_TOLERANCE,
+    WORKER_ENVIRONMENT,
+    Case,
+    make_models,
+    probe_batch,
+    reference_of,
+)
+from equivalence.training import train_case
+from safetensors.torch import load_file
+from shardwright.plugins.launching import LaunchFailedError, torchrun
+
+pytestmark = pytest.mark.distributed
+
+RANKS = sorted({case.ranks for case in CASES})
+REFERENCES = list(dict.fromkeys(reference_of(case) for case in CASES))
+
+
+class Runs:
+    """What the runs left behind."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.launch_errors: dict[int, str] = {}
+
+    def record(self, case: Case) -> dict[str, Any]:
+        """Return losses and gradient norms, or fail with what a rank said."""
+        directory = self.directory / case.name
+        failures = sorted(directory.glob("failure-rank*.txt"))
+        if failures:
+            pytest.fail(failures[0].read_text())
+        file = directory / "record.json"
+        if not file.is_file():
+            pytest.fail(self.launch_errors.get(case.ranks, "it was not run"))
+        record: dict[str, Any] = json.loads(file.read_text())
+        return record
+
+    def weights(self, case: Case) -> dict[str, Any]:
+        """Return the saved tensors by their names in the model directory."""
+        self.record(case)
+        files = sorted((self.directory / case.name / "model").glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+    def reloaded_logits(self, case: Case) -> Any:
+        """Return the logits that plain Transformers computes from the model directory."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.record(case)
+        directory = self.directory / case.name / "model"
+        model = AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True, trust_remote_code=False)
+        with torch.no_grad():
+            return model.eval()(**probe_batch(), use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Train the references here and every case in one launch for each number of ranks."""
+    models, found = tmp_path_factory.mktemp("models"), Runs(tmp_path_factory.mktemp("runs"))
+    make_models(models)
+    for reference in REFERENCES:
+        (found.directory / reference.name).mkdir()
+        train_case(reference, models, found.directory / reference.name)
+    worker = [str(Path(__file__).with_name("worker.py")), str(models), str(found.directory)]
+    for ranks in RANKS:
+        try:
+            torchrun(worker, ranks=ranks, timeout_seconds=480, environment=WORKER_ENVIRONMENT)
+        except LaunchFailedError as error:
+            found.launch_errors[ranks] = str(error)
+    return found
+
+
+def by_name(case: Case) -> str:
+    return case.name
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """Return the largest absolute difference over the largest absolute element of `other`."""
+    assert one.shape == other.shape
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_losses_equal_one_process(case: Case, runs: Runs) -> None:
+    record, reference = runs.record(case), runs.record(reference_of(case))
+    assert record["world_size"] == case.ranks
+    assert len(record["losses"]) == STEPS
+    assert record["losses"] == pytest.approx(reference["losses"], rel=0, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_final_weights_equal_one_process(case: Case, runs: Runs) -> None:
+    weights, expected = runs.weights(case), runs.weights(reference_of(case))
+    assert weights.keys() == expected.keys()
+    differences = {name: largest_difference(weights[name], expected[name]) for name in expected}
+    wrong = {name: difference for name, difference in differences.items() if not difference <= WEIGHT_TOLERANCE}
+    assert not wrong
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_gradient_norms_equal_one_process(case: Case, runs: Runs) -> None:
+    record, reference = runs.record(case), runs.record(reference_of(case))
+    assert record["grad_norms"] == pytest.approx(reference["grad_norms"], rel=WEIGHT_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_the_checkpoint_gives_the_trained_logits_in_plain_transformers(case: Case, runs: Runs) -> None:
+    reloaded = runs.reloaded_logits(case)
+    live = load_file(runs.directory / case.name / "live_logits.safetensors")["logits_BTV"]
+    assert largest_difference(reloaded, live) <= LOGIT_TOLERANCE
+    assert largest_difference(reloaded, runs.reloaded_logits(reference_of(case))) <= WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=by_name)
+def test_the_reference_learns_and_every_step_is_clipped(reference: Case, runs: Runs) -> None:
+    """Losses that do not move would agree whatever the optimizer does, and so would clipping that never acts."""
+    record = runs.record(reference)
+    assert record["losses"][-1] < record["losses"][0] - 0.2
+    assert all(norm > 1.2 * MAX_GRAD_NORM for norm in record["grad_norms"])

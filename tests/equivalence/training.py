@@ -1,0 +1,65 @@
+"""One training run of a case, the same code on every rank and in the single process that it is compared with."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+from equivalence.cases import Case, padded, probe_batch, samples
+from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.transformers import prepare_model_directory_save, save_model_directory, training_arguments
+from shardwright.trainers.plan_parallelism import parallelism_of
+
+
+def train_case(case: Case, models: Path, output: Path) -> None:
+    """Train, save the model directory, and let rank 0 write losses, gradient norms and the live engine's logits."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, set_seed
+
+    engine = case.strategy.engine
+    overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
+    arguments = training_arguments(case.training_arguments(output), overrides)
+    prepare_model_directory_save(arguments)
+    set_seed(arguments.seed)
+    model = AutoModelForCausalLM.from_pretrained(models / case.family, dtype="float32", trust_remote_code=False)
+    trainer = parallelism_of(case.strategy).make_trainer(
+        model=model, args=arguments, train_dataset=samples(), data_collator=padded
+    )
+    trainer.train()
+    logits = live_logits(trainer)
+    save_model_directory(trainer, str(output / "model"))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    if arguments.process_index == 0:
+        if logits is not None:
+            save_file({"logits_BTV": logits}, output / "live_logits.safetensors")
+        record = {
+            "world_size": arguments.world_size,
+            "losses": [entry["loss"] for entry in logged],
+            "grad_norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
+        }
+        (output / "record.json").write_text(json.dumps(record))
+
+
+def live_logits(trainer: Any) -> Any:
+    """Return the logits [B, T, V] of the trained engine for the probe."""
+    import torch
+
+    model = trainer.model_wrapped
+    model.eval()
+    with torch.no_grad():
+        return model(**probe_batch(), use_cache=False).logits.float().contiguous()
+
+
+def train_cases(cases: list[Case], models: Path, output: Path, rank: int) -> None:
+    """Train one case after the other in one process group; a case that fails leaves its traceback."""
+    for case in cases:
+        directory = output / case.name
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            train_case(case, models, directory)
+        except Exception:
+            (directory / f"failure-rank{rank}.txt").write_text(traceback.format_exc())
+            traceback.print_exc()
+        forget_last_run()

@@ -1,0 +1,128 @@
+"""What `PipelineTrainer` refuses before a process group is used: broken rules, and arguments it has no place for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.parallelism.pipeline import batch_faults, pipeline_faults
+from ...ds_configs.parallelism.stages import PipelineStage
+from ...plugins.transformers import deepspeed_configuration
+
+_AXES = {
+    "tensor_parallel": ("autotp_size", "tensor_parallel_size"),
+    "expert_parallel": ("autoep_size", "expert_parallel_size"),
+}
+
+
+def check_pipeline(args: Any, config: Any, *, model: Any, stages: int, dual_pipe: bool, eval_dataset: Any) -> None:
+    """Refuse what a pipeline of a model cannot train with, all faults together.
+
+    Args:
+        args: `TrainingArguments`.
+        config: The model's configuration.
+        model: The model; adapters show in it.
+        stages: Ranks of one pipeline.
+        dual_pipe: Whether DualPipeV is asked for.
+        eval_dataset: What is evaluated: a data set, several by name, or `None`.
+
+    Raises:
+        UsageError: a rule is broken; each fault names the nearest legal values.
+    """
+    deepspeed = deepspeed_configuration(args)
+    text = config.get_text_config()
+    zero = (deepspeed or {}).get("zero_optimization", {})
+    faults = pipeline_faults(
+        stages=stages,
+        num_layers=text.num_hidden_layers,
+        model_type=config.model_type,
+        zero_stage=zero.get("stage", 0) if deepspeed else None,
+        engine="deepspeed" if deepspeed else "fsdp2" if args.fsdp else "ddp",
+        offload_optimizer=_offload(zero, "offload_optimizer"),
+        offload_param=_offload(zero, "offload_param"),
+        method="lora" if hasattr(model, "peft_config") else "full",
+        world_size=args.world_size,
+        micro_batches=args.gradient_accumulation_steps,
+        dual_pipe=dual_pipe,
+        **_other_axes(args, deepspeed or {}),
+    )
+    faults += _argument_faults(args, deepspeed or {})
+    replicas = max(1, args.world_size // max(1, stages))
+    datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+    if replicas > 1 and any(data is not None and not hasattr(data, "__len__") for data in datasets):
+        rule = "needs a length, so that samples which fill the last batch of a replica are not counted twice"
+        faults.append(Fault(where="eval_dataset", rule=rule, fix="use a map-style data set"))
+    if faults:
+        raise UsageError(faults)
+
+
+def global_batch_faults(args: Any, written: int, replicas: int) -> list[Fault]:
+    """Return the faults of a `train_batch_size` in a DeepSpeed configuration that the training arguments contradict."""
+    micro, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    faults = batch_faults(global_batch_size=written, micro_batch_size=micro, data_parallel_size=replicas)
+    if faults:
+        return faults
+    rule = (
+        "must be per_device_train_batch_size * gradient_accumulation_steps * replicas of the pipeline = "
+        f"{micro} * {micro_batches} * {replicas}"
+    )
+    fix = f'write {micro * micro_batches * replicas} or "auto"'
+    return [Fault(where="train_batch_size", value=written, rule=rule, fix=fix)]
+
+
+def stages_faults(stages: Sequence[PipelineStage], num_layers: int) -> list[Fault]:
+    """Return a fault where stages do not hold each layer of the model once, in order."""
+    ends = [0, *(stage.end_layer for stage in stages)]
+    in_order = all(
+        stage.index == index and stage.first_layer == ends[index] and stage.num_layers >= 1
+        for index, stage in enumerate(stages)
+    )
+    if in_order and ends[-1] == num_layers:
+        return []
+    shown = ", ".join(f"{stage.first_layer}-{stage.end_layer}" for stage in stages)
+    rule = f"must hold the {num_layers} decoder layers once and in order, at least one each"
+    return [Fault(where="pipeline_stages", value=shown, rule=rule, fix="give the number of stages")]
+
+
+def _offload(zero: Mapping[str, Any], name: str) -> str:
+    device = (zero.get(name) or {}).get("device", "none")
+    return str(getattr(device, "value", device))
+
+
+def _other_axes(args: Any, deepspeed: Mapping[str, Any]) -> dict[str, int]:
+    axes = {axis: int(deepspeed.get(section, {}).get(key, 1)) for section, (key, axis) in _AXES.items()}
+    config = args.parallelism_config
+    if config is not None:
+        axes["sequence_parallel_size"] = config.sp_size
+        axes["context_parallel_size"] = config.cp_size
+        axes["tensor_parallel_size"] = max(axes["tensor_parallel_size"], config.tp_size)
+    return axes
+
+
+def _argument_faults(args: Any, deepspeed: Mapping[str, Any]) -> list[Fault]:
+    exact = "the last stage computes the cross-entropy of tokens and nothing else"
+    schedule = "DeepSpeed's schedule runs all micro-batches of a step"
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("fp16", True, bool(args.fp16), "the loss scale is not carried between stages; use bf16 or fp32"),
+        ("label_smoothing_factor", args.label_smoothing_factor, args.label_smoothing_factor != 0, exact),
+        ("use_liger_kernel", True, args.use_liger_kernel, exact),
+        ("neftune_noise_alpha", args.neftune_noise_alpha, args.neftune_noise_alpha is not None, exact),
+        ("torch_compile", True, args.torch_compile, "stages are not compiled"),
+        ("auto_find_batch_size", True, args.auto_find_batch_size, schedule),
+        ("train_sampling_strategy", "batch_rebalance", args.train_sampling_strategy == "batch_rebalance", schedule),
+        ("split_batches", True, bool(args.accelerator_config.split_batches), schedule),
+        ("dispatch_batches", True, bool(args.accelerator_config.dispatch_batches), schedule),
+    ]
+    faults = [Fault(where=name, value=value, rule=rule) for name, value, is_set, rule in refused if is_set]
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
+        where, rule = (
+            "gradient_checkpointing_kwargs",
+            "stages recompute each decoder layer, without re-entering autograd",
+        )
+        faults.append(Fault(where=where, value=args.gradient_checkpointing_kwargs, rule=rule, fix="leave it out"))
+    if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
+        rule = "decoder layers recompute by themselves"
+        where = "pipeline.activation_checkpoint_interval"
+        faults.append(Fault(where=where, rule=rule, fix="set gradient_checkpointing in TrainingArguments"))
+    return faults

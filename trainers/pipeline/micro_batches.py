@@ -1,0 +1,99 @@
+"""Micro-batches of one optimizer step for the stages of a pipeline: one shape, and the weight of each one's loss.
+
+Shapes: B samples of a micro-batch, S tokens of its longest sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...ds_configs.errors import Fault, UsageError
+
+IGNORED = -100
+"""Label of a token without a loss."""
+
+_FILL = {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED}
+
+MicroBatch = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]
+"""Inputs of the first stage, and labels with the factor of their summed loss for the last one."""
+
+
+def batch_faults(batch: Mapping[str, Any]) -> list[Fault]:
+    """Return a fault for everything in a collated batch that stages cannot pass on, and for what is missing."""
+    names = ", ".join(_FILL)
+    faults = [
+        Fault(where="batch", value=name, rule=f"stages of a pipeline take {names}", fix="leave it out in the collator")
+        for name in batch
+        if name not in _FILL
+    ]
+    for name in ("input_ids", "labels"):
+        if name not in batch:
+            faults.append(Fault(where="batch", rule=f"needs {name}", fix="add it in the collator"))
+    for name, tensor in batch.items():
+        if name in _FILL and (not torch.is_tensor(tensor) or tensor.dim() != 2):
+            shape = list(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
+            faults.append(Fault(where=f"batch: {name}", value=shape, rule="must be a tensor [samples, tokens]"))
+    return faults
+
+
+def predicted_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return how many labels of a batch the model is trained to predict; the first of a sample is none of them."""
+    return batch["labels"][:, 1:].ne(IGNORED).sum()
+
+
+def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Pad the batches of a step to the most samples and the most tokens among them.
+
+    Added tokens are masked and have no label. Added samples repeat the first one of their batch without its labels: a
+    sample without any visible token would give attention nothing to normalise.
+
+    Raises:
+        UsageError: a batch holds what stages cannot pass on.
+    """
+    faults = [fault for batch in batches for fault in batch_faults(batch)]
+    if faults:
+        raise UsageError(list(dict.fromkeys(faults)))
+    samples = max(len(batch["input_ids"]) for batch in batches)
+    tokens = max(batch["input_ids"].shape[1] for batch in batches)
+    longer = any(batch["input_ids"].shape[1] != tokens for batch in batches)
+    masked = longer or any("attention_mask" in batch for batch in batches)
+    return [_padded(batch, samples, tokens, masked=masked) for batch in batches]
+
+
+def _padded(batch: Mapping[str, torch.Tensor], samples: int, tokens: int, *, masked: bool) -> dict[str, torch.Tensor]:
+    whole = dict(batch)
+    if masked and "attention_mask" not in whole:
+        whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    padded = {}
+    for name, tensor_BS in whole.items():
+        missing = tokens - tensor_BS.shape[1]
+        grown_BS = torch.nn.functional.pad(tensor_BS, (0, missing), value=_FILL[name]) if missing else tensor_BS
+        if more := samples - len(grown_BS):
+            added_BS = grown_BS[:1].expand(more, -1)
+            grown_BS = torch.cat([grown_BS, added_BS if name != "labels" else torch.full_like(added_BS, IGNORED)])
+        padded[name] = grown_BS
+    return padded
+
+
+def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch that takes its place in a schedule and adds nothing to the loss."""
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+
+
+def for_stages(batch: Mapping[str, torch.Tensor], loss_factor: torch.Tensor) -> MicroBatch:
+    """Return one micro-batch in the form that the first and the last stage read.
+
+    Args:
+        batch: Tensors [B, S] by name.
+        loss_factor: What the last stage multiplies the summed cross-entropy by, a float32 scalar.
+    """
+    inputs = [batch["input_ids"]]
+    if "attention_mask" in batch or "position_ids" in batch:
+        mask_BS = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+        inputs.append(mask_BS)
+    if "position_ids" in batch:
+        inputs.append(batch["position_ids"])
+    return tuple(inputs), (batch["labels"], loss_factor)

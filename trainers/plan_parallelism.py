@@ -1,0 +1,86 @@
+"""From a plan's layout to the Trainer that runs it: the stock one with callbacks, or `PipelineTrainer` for stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..ds_configs.parallelism.pipeline_stages import pipeline_stages
+from ..ds_configs.parallelism.stages import PipelineStage
+from ..ds_configs.plan import Plan
+from ..ds_configs.strategy import Strategy
+
+
+class ParallelCallback(Protocol):
+    """What the callbacks of sequence, expert and tensor parallelism have in common."""
+
+    def prepare(self, training_arguments: Any, model: Any) -> None:
+        """Do what must happen before a Trainer builds its accelerator."""
+
+    def attach(self, trainer: Any) -> None:
+        """Join a Trainer right after it was made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedParallelism:
+    """The axes of a layout beyond data parallelism, as what runs them."""
+
+    callbacks: tuple[ParallelCallback, ...] = ()
+    """One for each axis that a callback of the stock Trainer runs."""
+    pipeline_stages: int | tuple[PipelineStage, ...] = 1
+    """Stages of the pipeline, or which layers each holds; 1 without a pipeline."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the layers are divided among stages."""
+        return self.pipeline_stages != 1
+
+    def make_trainer(self, *, model: Any, args: Any, **settings: Any) -> Any:
+        """Return the trainer of the layout; `settings` are further arguments of the Trainer of Transformers.
+
+        Raises:
+            UsageError: model, arguments and layout do not go together; all faults of an axis together.
+        """
+        for callback in self.callbacks:
+            callback.prepare(args, model)
+        if self.is_pipeline:
+            from .pipeline.trainer import PipelineTrainer
+
+            trainer: Any = PipelineTrainer(model=model, args=args, pipeline_stages=self.pipeline_stages, **settings)
+        else:
+            from transformers import Trainer
+
+            trainer = Trainer(model=model, args=args, **settings)
+        for callback in self.callbacks:
+            callback.attach(trainer)
+        return trainer
+
+
+def parallelism_of(strategy: Strategy, *, stages: Sequence[PipelineStage] = ()) -> PlannedParallelism:
+    """Return what runs the axes of a strategy; `stages` says which layers each of `strategy.pp` stages holds.
+
+    Context parallelism needs no callback: Accelerate and the Trainer read it from the launch configuration.
+    """
+    callbacks: list[ParallelCallback] = []
+    if strategy.sp > 1:
+        from . import SequenceParallelCallback
+
+        callbacks.append(SequenceParallelCallback(strategy.sp))
+    if strategy.ep > 1:
+        from . import ExpertParallelCallback
+
+        callbacks.append(ExpertParallelCallback(strategy.ep))
+    if strategy.tp > 1:
+        from . import TensorParallelCallback
+
+        callbacks.append(TensorParallelCallback(strategy.tp))
+    assert len(stages) in (0, strategy.pp), "stages belong to the strategy"
+    return PlannedParallelism(callbacks=tuple(callbacks), pipeline_stages=tuple(stages) or strategy.pp)
+
+
+def planned_parallelism(plan: Plan) -> PlannedParallelism:
+    """Return what runs a plan's axes, its pipeline balanced by the plan's own cost terms."""
+    stages = plan.chosen.strategy.pp
+    balanced = pipeline_stages(plan.model, plan.job, stages) if stages > 1 else ()
+    return parallelism_of(plan.chosen.strategy, stages=balanced)
