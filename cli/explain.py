@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.parallel_rules import AXIS_RULES
 from ..ds_configs.plan import Plan
 from ..ds_configs.reasons import display_name
-from ..ds_configs.parallel_rules import AXIS_RULES
 from ..ds_configs.rules import RULES
 from ..ds_configs.terms import STRATEGY_MEANINGS, TERM_MEANINGS
 

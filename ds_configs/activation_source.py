@@ -49,6 +49,21 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
     return source
 
 
+def outside_without_norm(
+    traced: ActivationEstimate, model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode
+) -> ActivationEstimate:
+    """Return activations of layers that no final norm follows: rotary tables and masks alone lie around them.
+
+    A family without stored coefficients keeps the norm, which is little beside a layer.
+    """
+    bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
+    try:
+        rest = cached_activations(bare, replace(job, loss="eager"))(micro_batch_size, mode)
+    except UnknownFamilyError:
+        return traced
+    return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
+
+
 def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
     """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")

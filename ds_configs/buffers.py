@@ -72,6 +72,10 @@ def _stage1_and_2_buckets(
     kept = buckets if strategy.zero_stage == 1 and accumulating else {}
     # Stage 1 counts whole gradients anyway, except where they leave for the host at once.
     counted = strategy.zero_stage == 1 and not (offload and not accumulating)
+    if strategy.pp > 1:
+        # A pipeline allocates one bucket after all backward passes (stage_1_and_2.py:958).
+        reduction_terms = {"reduce_buckets": size * width, "reduce_copy": width * min(size, parameters.trainable)}
+        return at_moments({}, embedding_backward=reduction_terms)
     head, layer, embedding = _reduced_units(model, parameters)
     tied = head if model.tied_embeddings else 0
 

@@ -1,7 +1,8 @@
 """The layouts that the search tries, in the order of preference.
 
-No offload comes before offload, CPU before NVMe; then the least communication; then the simpler engine. The order
-does not depend on the accelerator's memory, so more memory never leads to a higher stage.
+No offload comes before offload, CPU before NVMe; then what loses least of a step to communication and idle stages
+(parallelism/step_cost.py); then the least communication; then the simpler engine. The order does not depend on the
+accelerator's memory, so more memory never leads to a higher stage.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from .hardware import HardwareSpec
 from .job import TrainingJob
 from .model import ModelSpec
 from .model_states import rank_parameters
+from .parallelism.axis_levels import axes_to_try, fixes_axes, names_for_axes, with_axes
+from .parallelism.step_cost import step_cost
 from .strategy import OffloadDevice, Strategy
 
 _STAGES_OF_NAME = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3-hpz": 3}
@@ -33,16 +36,55 @@ def candidate_levels(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob)
     A level is a layout without micro-batch and checkpointing, which the search then chooses.
     """
     explicit = job.strategy != "auto"
-    names = (job.strategy,) if explicit else _AUTO_NAMES
+    names = _names(job)
     levels: list[Strategy] = []
     for offload in _offload_names(job, hardware, explicit=explicit):
-        tier = [_build(name, offload, model, hardware, job) for name in names]
-        legal_shape = [strategy for strategy in tier if strategy is not None]
-        parameters = rank_parameters(model, job)
-        # Nine digits, so that equal volumes summed in another order stay a tie, which the simpler engine wins.
-        legal_shape.sort(key=lambda s: float(f"{communication_seconds(s, hardware, job, parameters):.9g}"))
+        tier = [] if fixes_axes(job) else [_build(name, offload, model, hardware, job) for name in names]
+        for axes in axes_to_try(model, hardware, job, offload):
+            wanted = [name for name in names_for_axes(job, axes) if not _is_quantized(job) or name in _QUANTIZING]
+            bases = [_build(name, offload, model, hardware, job) for name in wanted]
+            tier += [with_axes(base, axes, hardware) for base in bases if base is not None]
+        legal_shape = [_with_quantization(strategy, job) for strategy in tier if strategy is not None]
+        legal_shape.sort(key=lambda strategy: _preference(strategy, model, hardware, job))
         levels += legal_shape
     return levels
+
+
+def _preference(
+    strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+) -> tuple[float, float, bool]:
+    """Order by what is lost of a step, then by what is communicated, then layouts without further axes first.
+
+    Nine digits, so that equal volumes summed in another order stay a tie, which the simpler engine wins.
+    """
+    lost = step_cost(strategy, model, hardware, job).lost_seconds
+    communicated = communication_seconds(strategy, hardware, job, rank_parameters(model, job))
+    return float(f"{lost:.9g}"), float(f"{communicated:.9g}"), bool(strategy.axes)
+
+
+_QUANTIZING = ("zero3", "zero3-hpz")
+
+
+def _is_quantized(job: TrainingJob) -> bool:
+    return job.zero_quantized_weights or job.zero_quantized_gradients
+
+
+def _names(job: TrainingJob) -> tuple[str, ...]:
+    """Return the engines to try; quantized collectives exist in ZeRO-3 alone."""
+    if job.strategy != "auto":
+        return (job.strategy,)
+    return _QUANTIZING if _is_quantized(job) else _AUTO_NAMES
+
+
+def _with_quantization(strategy: Strategy, job: TrainingJob) -> Strategy:
+    if not _is_quantized(job):
+        return strategy
+    quantized = replace(
+        strategy.zero,
+        quantized_weights=job.zero_quantized_weights,
+        quantized_gradients=job.zero_quantized_gradients,
+    )
+    return replace(strategy, zero=quantized)
 
 
 def lean_variant(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> Strategy | None:
@@ -56,6 +98,8 @@ def lean_variant(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> Stra
         zero=replace(
             lean,
             hpz_partition_size=kept.hpz_partition_size,
+            quantized_weights=kept.quantized_weights,
+            quantized_gradients=kept.quantized_gradients,
             parameter_buffer_elements=kept.parameter_buffer_elements,
         ),
     )

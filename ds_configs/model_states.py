@@ -263,6 +263,10 @@ def _whole_and_partition_gradients(
     """
     whole, last = whole_tensors
     found = growing_gradients(strategy, parameters, full)
+    if strategy.pp > 1:
+        # A pipeline reduces after all backward passes, which `embedding_backward` stands for.
+        reduced = full + width * whole - found.get("backward", {}).get("gradients", 0)
+        return found | {"embedding_backward": {"gradients": reduced}}
     if strategy.gradient_accumulation_steps > 1:
         return found | {"backward": {"gradients": full + width * whole}}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):

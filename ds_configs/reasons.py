@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .communication import communication_seconds
 from .hardware import HardwareSpec
 from .job import TrainingJob
@@ -9,6 +11,7 @@ from .memory import MemoryEstimate
 from .model import ModelSpec
 from .model_states import rank_parameters
 from .moments import Terms
+from .parallelism.step_cost import StepCost, step_cost
 from .strategy import Strategy
 from .units import gigabytes
 
@@ -52,8 +55,9 @@ def chosen_reason(
     job: TrainingJob,
     *,
     skipped: int,
+    smaller: Sequence[tuple[Strategy, MemoryEstimate]] = (),
 ) -> str:
-    """Return why this layout was taken."""
+    """Return why this layout was taken; `smaller` holds the preferred ones that do not fit."""
     gpu = memory.gpu
     asked = "the strategy you asked for" if job.strategy != "auto" else _preference(strategy, job, skipped)
     checkpointing = "with" if strategy.gradient_checkpointing else "without"
@@ -62,7 +66,71 @@ def chosen_reason(
         f"({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of {gigabytes(gpu.capacity_bytes)} GB, at most "
         f"in the {gpu.phase} phase: {largest_terms(gpu.terms)}; micro-batch {strategy.micro_batch_size} "
         f"{checkpointing} gradient checkpointing{_calibrated(gpu.calibrated_runs, hardware)}."
+        + (_of_axes(strategy, model, hardware, job, smaller) if strategy.axes else "")
     )
+
+
+_MEANINGS = {
+    "data": "gathers and reductions beyond the computation beside them",
+    "tensor": "all-reduces of TP",
+    "sequence": "all-to-alls of SP",
+    "context": "keys and values of CP",
+    "expert": "all-to-alls of EP",
+    "transfer": "transfers between stages",
+    "bubble": "idle stages",
+}
+
+
+def lost_time(cost: StepCost) -> str:
+    """Return what a layout loses of a step, with its parts, such as `0.36 s (all-to-alls of SP 0.36)`."""
+    parts = sorted(((value, name) for name, value in cost.parts.items() if value >= 5e-4), reverse=True)
+    shown = ", ".join(f"{_MEANINGS[name]} {_seconds(value)}" for value, name in parts)
+    return f"{_seconds(cost.lost_seconds)} s" + (f" ({shown})" if shown else "")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 or value < 5e-4 else f"{value:.3f}"
+
+
+def _of_axes(
+    strategy: Strategy,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    smaller: Sequence[tuple[Strategy, MemoryEstimate]],
+) -> str:
+    """Say what each axis divides, what it costs, and why a smaller division would not do."""
+    cost = step_cost(strategy, model, hardware, job)
+    sizes = model.dimensions
+    divided = {
+        "tp": f"the matrices of each layer ({sizes.num_attention_heads} heads)",
+        "pp": f"the {sizes.num_layers} layers, of {strategy.gradient_accumulation_steps} micro-batches in a step",
+        "sp": f"sequences of {job.seq_len_tokens:,} tokens",
+        "cp": f"sequences of {job.seq_len_tokens:,} tokens",
+        "ep": f"the {sizes.num_experts} experts of each layer",
+    }
+    parts = "; ".join(f"{axis.upper()} {size} divides {divided[axis]}" for axis, size in strategy.axes.items())
+    text = (
+        f" {parts}. Of a step of {cost.tokens_per_accelerator:,.0f} tokens for each accelerator "
+        f"({_seconds(cost.compute_seconds)} s of computation) it loses {lost_time(cost)}."
+    )
+    return text + _too_small(strategy, smaller)
+
+
+def _too_small(strategy: Strategy, smaller: Sequence[tuple[Strategy, MemoryEstimate]]) -> str:
+    """Name the next smaller division that does not fit, and the fullest layout without any."""
+
+    def size(other: Strategy) -> int:
+        return max(other.axes.values(), default=1)
+
+    same = [pair for pair in smaller if pair[0].axes.keys() == strategy.axes.keys() and size(pair[0]) < size(strategy)]
+    same.sort(key=lambda pair: (-size(pair[0]), pair[1].gpu.high_bytes))
+    plain = sorted((pair for pair in smaller if not pair[0].axes), key=lambda pair: pair[1].gpu.high_bytes)
+    shown = [
+        f"{display_name(other)} needs up to {gigabytes(memory.gpu.high_bytes)} GB: {largest_terms(memory.gpu.terms)}"
+        for other, memory in same[:1] + plain[:1]
+    ]
+    return f" Too large: {'; '.join(shown)}." if shown else ""
 
 
 def _calibrated(runs: int, hardware: HardwareSpec) -> str:
@@ -78,6 +146,8 @@ def _preference(strategy: Strategy, job: TrainingJob, skipped: int) -> str:
         return "the first layout that fits with the offload you asked for"
     if strategy.offload_optimizer != "none":
         return "the first layout that fits; without offload none does"
+    if strategy.axes:
+        return "of the layouts that fit the one that loses least of a step"
     if skipped == 0:
         return "the simplest layout, and none communicates less"
     return "the simplest of the layouts that fit and communicate least"
@@ -129,6 +199,9 @@ def _cost(strategy: Strategy, chosen: Strategy, model: ModelSpec, hardware: Hard
         return "moves states over PCIe, which the chosen layout does not need"
     if strategy.offload_optimizer != chosen.offload_optimizer or strategy.offload_param != chosen.offload_param:
         return "moves more states off the accelerator than the chosen layout"
+    if strategy.axes or chosen.axes:
+        mine_lost, other_lost = (step_cost(layout, model, hardware, job) for layout in (strategy, chosen))
+        return f"loses {lost_time(mine_lost)} of a step, the chosen layout {_seconds(other_lost.lost_seconds)} s"
     parameters = rank_parameters(model, job)
     mine = communication_seconds(strategy, hardware, job, parameters)
     other = communication_seconds(chosen, hardware, job, parameters)
@@ -136,3 +209,22 @@ def _cost(strategy: Strategy, chosen: Strategy, model: ModelSpec, hardware: Hard
         factor = f"{mine / other:.2f} times" if other else "more than"
         return f"communicates {factor} what the chosen layout does"
     return "communicates as much as the simpler chosen layout"
+
+
+def analysis_reason(
+    strategy: Strategy,
+    memory: MemoryEstimate,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    *,
+    chosen: Strategy,
+    why_not: str,
+) -> str:
+    """Return what a layout that cannot run would need and lose, beside the chosen one, and why it cannot run."""
+    mine, other = (step_cost(layout, model, hardware, job) for layout in (strategy, chosen))
+    return (
+        f"{display_name(strategy)} would lose {lost_time(mine)} of a step, the chosen layout "
+        f"{_seconds(other.lost_seconds)} s, and fit with {gigabytes(memory.gpu.high_bytes)} GB. Analysis only, it "
+        f"cannot run: {why_not}."
+    )

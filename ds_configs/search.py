@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .calibration import Calibration
-from .candidate import Candidate
 from .errors import Fault, UsageError
 from .hardware import HardwareSpec
-from .job import TrainingJob, validate_job
-from .levels import candidate_levels, lean_variant
-from .memory import MemoryEstimate, estimate_memory
+from .job import OPTIMIZERS, TrainingJob, validate_job
+from .levels import candidate_levels
+from .memory import MemoryEstimate
 from .model import ModelSpec
-from .reasons import chosen_reason, rejected_reason
-from .rules import legality_faults
+from .model_states import rank_parameters
+from .parallelism.analysis_only import best_three_dimensional
+from .parallelism.step_cost import step_cost
+from .reasons import analysis_reason, chosen_reason, rejected_reason
 from .strategy import Strategy
 from .teacher_choice import choose_teacher, jobs_by_placement
 from .teacher_placement import TeacherChoice
 from .tensor_terms import ActivationSource
+from .variants import ENOUGH_TOKENS, USEFUL_TOKENS, Question, Variant, best_variant, micro_batches
 
-USEFUL_TOKENS = 16_384
-"""Tokens of one micro-batch beyond which matrix products gain nothing from more (Megatron-LM, arXiv 2104.04473)."""
+__all__ = ["ENOUGH_TOKENS", "USEFUL_TOKENS", "Evaluated", "Outcome", "micro_batches", "search"]
 
-ENOUGH_TOKENS = 2048
-"""Tokens of one micro-batch that keep an accelerator busy; with fewer, checkpointing buys a larger micro-batch."""
+_SHOWN_OF_AN_AXIS = 4
+"""Layouts of one axis that were not taken and are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +40,8 @@ class Evaluated:
     """One sentence with numbers."""
     teacher: TeacherChoice | None = None
     """Where the teacher lives under the chosen layout; `None` without one, and for layouts that were not taken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Variant:
-    """A layout with its micro-batch, and the job with the placement of its teacher."""
-
-    strategy: Strategy
-    memory: MemoryEstimate
-    job: TrainingJob
-    level: int
-    """Position of the layout in the order of preference."""
+    analysis_only: bool = False
+    """Whether no library runs the layout today, so that it is shown for comparison alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,22 +71,82 @@ def search(
         UsageError: the job is invalid or every layout that it allows breaks a rule; all faults together.
     """
     validate_job(job)
-    best: list[_Variant] = []
+    question = Question(model=model, hardware=hardware, job=job, activations=activations, calibration=calibration)
     faults: list[Fault] = []
     levels = candidate_levels(model, hardware, job)
-    tiers = list(dict.fromkeys((level.offload_optimizer, level.offload_param) for level in levels))
-    for tier in tiers:
-        for placed in jobs_by_placement(job, hardware):
+    tried = _try_in_order(levels, question, faults)
+    if not tried:
+        raise UsageError(list(dict.fromkeys(faults)) or [_nothing_allowed(job)])
+    return _outcome(tried, question)
+
+
+def _try_in_order(levels: list[Strategy], question: Question, faults: list[Fault]) -> list[Variant]:
+    """Return the layouts that are legal, each at its best, in the order in which they are preferred.
+
+    Those with axes beyond data parallelism are evaluated until a layout fits, and then the first of each axis, for
+    comparison. A layout without lost time that fits is preferred to all of them, so that they cost nothing then.
+    """
+    tried: list[Variant] = []
+    later: dict[frozenset[str], tuple[int, Question]] = {}
+    illegal = _plain_layouts_are_illegal(levels, question)
+    for tier in dict.fromkeys((level.offload_optimizer, level.offload_param) for level in levels):
+        possible = not illegal and _states_fit_together(question, tier)
+        for placed in jobs_by_placement(question.job, question.hardware):
+            asked = replace(question, job=placed)
             for index, level in enumerate(levels):
                 if (level.offload_optimizer, level.offload_param) != tier:
                     continue
-                evaluated = list(_evaluate_level(level, model, hardware, placed, activations, calibration, faults))
-                if evaluated:
-                    strategy, memory = _best(evaluated, job)
-                    best.append(_Variant(strategy=strategy, memory=memory, job=placed, level=index))
-    if not best:
-        raise UsageError(list(dict.fromkeys(faults)) or [_nothing_allowed(job)])
-    return _outcome(best, model, hardware, job, activations, calibration)
+                if level.axes and not _fixes(level, placed):
+                    if not possible:
+                        continue
+                    if any(variant.memory.fits for variant in tried):
+                        later.setdefault(frozenset(level.axes), (index, asked))
+                        continue
+                found = best_variant(level, asked, level=index, faults=faults)
+                tried += [] if found is None else [found]
+    return tried + _for_comparison(tried, levels, later)
+
+
+def _for_comparison(
+    tried: list[Variant], levels: list[Strategy], later: dict[frozenset[str], tuple[int, Question]]
+) -> list[Variant]:
+    """Return the first layout of each axis that comes after the chosen one, where axes were weighed at all."""
+    taken = next((variant for variant in tried if variant.memory.fits), None)
+    if taken is None or not any(variant.strategy.axes for variant in tried):
+        return []
+    seen = {frozenset(variant.strategy.axes) for variant in tried}
+    found = (
+        best_variant(levels[index], question, level=index, faults=[])
+        for axes, (index, question) in later.items()
+        if axes not in seen and index > taken.level
+    )
+    return [variant for variant in found if variant is not None]
+
+
+def _fixes(level: Strategy, job: TrainingJob) -> bool:
+    return all((job.axis_sizes[axis] or 1) == size for axis, size in level.axes.items())
+
+
+def _plain_layouts_are_illegal(levels: list[Strategy], question: Question) -> bool:
+    """Whether the batch, rather than memory, rules out every layout without further axes, and can be mended."""
+    batch, ranks = question.job.global_batch_size, question.hardware.world_size
+    if batch is None or batch < ranks or not any(not level.axes for level in levels):
+        return False
+    size = question.job.micro_batch_size or 1
+    return batch % (size * ranks) != 0
+
+
+def _states_fit_together(question: Question, tier: tuple[str, str]) -> bool:
+    """Whether all accelerators together could hold the states: without that no division of them helps.
+
+    At least fp32 master weights, optimizer states and 16-bit gradients of what is trained.
+    """
+    if tier != ("none", "none"):
+        return True
+    parameters = rank_parameters(question.model, question.job)
+    states = OPTIMIZERS[question.job.optimizer].state_bytes_per_parameter
+    least = parameters.trainable * (6 + states) + parameters.frozen_bytes
+    return least <= question.hardware.gpu_bytes * question.hardware.world_size
 
 
 def _nothing_allowed(job: TrainingJob) -> Fault:
@@ -106,92 +158,21 @@ def _nothing_allowed(job: TrainingJob) -> Fault:
     )
 
 
-def _evaluate_level(
-    level: Strategy,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    activations: ActivationSource | None,
-    calibration: Calibration | None,
-    faults: list[Fault],
-) -> Iterator[tuple[Strategy, MemoryEstimate]]:
-    """Yield every legal micro-batch and checkpointing of a layout; collect what makes it illegal."""
-    switches = {"auto": (False, True), "on": (True,), "off": (False,)}[job.gradient_checkpointing]
-    lean = lean_variant(level, model, job)
-    for layout in (level,) if lean is None else (level, lean):
-        for micro_batch, accumulation in micro_batches(level, job):
-            for checkpointing in switches:
-                strategy = replace(
-                    layout,
-                    micro_batch_size=micro_batch,
-                    gradient_accumulation_steps=accumulation,
-                    gradient_checkpointing=checkpointing,
-                )
-                broken = legality_faults(Candidate(strategy=strategy, model=model, hardware=hardware, job=job))
-                faults += broken
-                if not broken:
-                    memory = estimate_memory(
-                        strategy, model, hardware, job, activations=activations, calibration=calibration
-                    )
-                    yield strategy, memory
-
-
-def micro_batches(level: Strategy, job: TrainingJob) -> list[tuple[int, int]]:
-    """Return the micro-batch sizes to try with their accumulation steps, smallest first.
-
-    With a global batch the product must meet it; without, one micro-batch makes a step.
-    """
-    ranks = level.data_parallel_size
-    if job.global_batch_size is None:
-        if job.micro_batch_size is not None:
-            return [(job.micro_batch_size, 1)]
-        most = max(1, USEFUL_TOKENS // job.seq_len_tokens)
-        return [(1 << power, 1) for power in range(most.bit_length())]
-    per_rank = max(1, job.global_batch_size // ranks)
-    if job.micro_batch_size is not None:
-        return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
-    most = max(1, min(per_rank, USEFUL_TOKENS // job.seq_len_tokens))
-    return [(size, per_rank // size) for size in range(1, most + 1) if per_rank % size == 0]
-
-
-def _best(evaluated: list[tuple[Strategy, MemoryEstimate]], job: TrainingJob) -> tuple[Strategy, MemoryEstimate]:
-    """Return the fitting variant with the largest useful micro-batch, else the one that needs least.
-
-    Without checkpointing when that leaves `ENOUGH_TOKENS` or as large a micro-batch as checkpointing does; with the
-    normal buffers when they cost no micro-batch.
-    """
-    fitting = [pair for pair in evaluated if pair[1].fits]
-    if not fitting:
-        return min(evaluated, key=lambda pair: (_host_shortage(pair[1]), pair[1].gpu.high_bytes))
-
-    def size(strategy: Strategy) -> int:
-        return strategy.micro_batch_size
-
-    plain = [pair for pair in fitting if not pair[0].gradient_checkpointing]
-    largest = max(size(strategy) for strategy, _ in fitting)
-    if plain:
-        largest_plain = max(size(strategy) for strategy, _ in plain)
-        if largest_plain * job.seq_len_tokens >= ENOUGH_TOKENS or largest_plain == largest:
-            fitting = plain
-    return max(fitting, key=lambda pair: size(pair[0]))
-
-
-def _host_shortage(memory: MemoryEstimate) -> int:
-    return max(0, memory.host.peak_bytes_per_node - memory.host.capacity_bytes_per_node)
-
-
-def _outcome(
-    best: list[_Variant],
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    activations: ActivationSource | None,
-    calibration: Calibration | None,
-) -> Outcome:
-    taken = next((variant for variant in best if variant.memory.fits), None)
-    chosen = None
+def _outcome(tried: list[Variant], question: Question) -> Outcome:
+    model, hardware, job = question.model, question.hardware, question.job
+    taken = next((variant for variant in tried if variant.memory.fits), None)
+    chosen, better = None, []
     if taken is not None:
-        reason = chosen_reason(taken.strategy, taken.memory, model, hardware, job, skipped=taken.level)
+        smaller = [variant for variant in tried if variant.level < taken.level and not variant.memory.fits]
+        reason = chosen_reason(
+            taken.strategy,
+            taken.memory,
+            model,
+            hardware,
+            job,
+            skipped=taken.level,
+            smaller=[(variant.strategy, variant.memory) for variant in smaller],
+        )
         teacher = choose_teacher(
             taken.strategy,
             taken.memory,
@@ -199,36 +180,58 @@ def _outcome(
             hardware,
             taken.job,
             asked=job.teacher_placement != "auto",
-            activations=activations,
-            calibration=calibration,
+            activations=question.activations,
+            calibration=question.calibration,
         )
         chosen = Evaluated(strategy=taken.strategy, memory=taken.memory, reason=reason, teacher=teacher)
-    others = [variant for variant in _one_for_each_layout(best) if taken is None or variant.level != taken.level]
-    rejected = tuple(
-        Evaluated(
-            strategy=variant.strategy,
-            memory=variant.memory,
-            reason=rejected_reason(
-                variant.strategy,
-                variant.memory,
-                model,
-                hardware,
-                variant.job,
-                chosen=None if taken is None else taken.strategy,
-                chosen_job=None if taken is None else taken.job,
-            ),
-        )
-        for variant in others
+        better = _analysis_only(taken, question)
+    others = [variant for variant in _one_for_each_layout(tried) if taken is None or variant.level != taken.level]
+    rejected = tuple(_rejected(variant, taken, question) for variant in _fewer_of_each_axis(others))
+    return Outcome(chosen=chosen, rejected=(*better, *rejected))
+
+
+def _rejected(variant: Variant, taken: Variant | None, question: Question) -> Evaluated:
+    reason = rejected_reason(
+        variant.strategy,
+        variant.memory,
+        question.model,
+        question.hardware,
+        variant.job,
+        chosen=None if taken is None else taken.strategy,
+        chosen_job=None if taken is None else taken.job,
     )
-    return Outcome(chosen=chosen, rejected=rejected)
+    return Evaluated(strategy=variant.strategy, memory=variant.memory, reason=reason)
 
 
-def _one_for_each_layout(best: list[_Variant]) -> list[_Variant]:
+def _analysis_only(taken: Variant, question: Question) -> list[Evaluated]:
+    """Return the layout of tensor and pipeline parallelism together that would lose less, if there is one."""
+    lost = step_cost(taken.strategy, question.model, question.hardware, question.job).lost_seconds
+    found = best_three_dimensional(question, lost_seconds=lost)
+    if found is None:
+        return []
+    strategy, memory, why_not = found
+    reason = analysis_reason(
+        strategy, memory, question.model, question.hardware, question.job, chosen=taken.strategy, why_not=why_not
+    )
+    return [Evaluated(strategy=strategy, memory=memory, reason=reason, analysis_only=True)]
+
+
+def _one_for_each_layout(tried: Iterable[Variant]) -> list[Variant]:
     """Return the layouts in the order of preference, each with the first placement that fits, else the smallest."""
-    found: dict[int, _Variant] = {}
-    for variant in best:
+    found: dict[int, Variant] = {}
+    for variant in tried:
         known = found.setdefault(variant.level, variant)
         smaller = variant.memory.gpu.high_bytes < known.memory.gpu.high_bytes
         if not known.memory.fits and (variant.memory.fits or smaller):
             found[variant.level] = variant
     return [found[level] for level in sorted(found)]
+
+
+def _fewer_of_each_axis(variants: list[Variant]) -> list[Variant]:
+    """Leave out all but the smallest layouts of each axis, which say enough; those without further axes all stay."""
+    shown: set[int] = set()
+    for axes in {frozenset(variant.strategy.axes) for variant in variants if variant.strategy.axes}:
+        members = [variant for variant in variants if frozenset(variant.strategy.axes) == axes]
+        members.sort(key=lambda variant: variant.memory.gpu.high_bytes)
+        shown |= {variant.level for variant in members[:_SHOWN_OF_AN_AXIS]}
+    return [variant for variant in variants if not variant.strategy.axes or variant.level in shown]

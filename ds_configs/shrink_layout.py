@@ -15,7 +15,7 @@ from .strategy import Strategy, ZeroOptions
 MOST_MICRO_BATCH = 2
 """Sequences of a rehearsed micro-batch."""
 MOST_ACCUMULATION = 2
-"""Micro-batches of a rehearsed step; two show accumulation as well as more would."""
+"""Micro-batches of a rehearsed step; two show accumulation as well as more would, but a pipeline has one a stage."""
 
 _SMALLEST_BUCKET = 4096
 _LOOPBACK = "127.0.0.1"
@@ -48,9 +48,13 @@ def shrink_strategy(strategy: Strategy, *, ranks: int, nodes: int = 1) -> tuple[
         dp_replicate=data if replicates else strategy.dp_replicate,
         dp_shard=strategy.dp_shard if replicates else data // strategy.dp_replicate,
         micro_batch_size=min(strategy.micro_batch_size, MOST_MICRO_BATCH),
-        gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, MOST_ACCUMULATION),
+        gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, _most_accumulation(strategy)),
     )
     return smaller, _field_changes(strategy, smaller)
+
+
+def _most_accumulation(strategy: Strategy | None) -> int:
+    return MOST_ACCUMULATION if strategy is None else max(MOST_ACCUMULATION, strategy.pp)
 
 
 def _rank_faults(strategy: Strategy, ranks: int, nodes: int) -> list[Fault]:
@@ -221,7 +225,7 @@ def _shrink_batch(config: Rewriting, strategy: Strategy | None, world_size_befor
     before, after = {"ranks": world_size_before}, {"ranks": ranks}
     for key, field, most in (
         ("train_micro_batch_size_per_gpu", "micro_batch_size", MOST_MICRO_BATCH),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", MOST_ACCUMULATION),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", _most_accumulation(strategy)),
     ):
         stated = config.get(key)
         planned = getattr(strategy, field) if strategy is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .activation_source import ActivationSource as ActivationSource
 from .activation_source import activations_are_stored as activations_are_stored
 from .activation_source import cached_activations as cached_activations
+from .activation_source import outside_without_norm
 from .activations import ActivationEstimate, Attention, Mode
 from .buffers import buffer_terms
 from .distillation_memory import distillation_loss_terms, teacher_terms
@@ -13,6 +14,7 @@ from .model import ModelSpec, adapted_experts
 from .model_states import RankParameters, model_state_terms, share_parameters
 from .moments import Moment, Terms, at_moments
 from .parallelism.shares import RankShare
+from .parallelism.stage_terms import stage_terms
 from .strategy import Strategy
 
 
@@ -49,10 +51,12 @@ def _moment_terms(
     model = share.model
     constant: Terms = {"model_buffers": model.buffer_bytes}
     traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
+    if not share.has_head:
+        traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, activation_mode(strategy, job))
     parts = (
         model_state_terms(strategy, model, job, parameters),
         buffer_terms(strategy, model, job, parameters),
-        _activation_terms(strategy, model, job, traced),
+        _activation_terms(strategy, share, job, traced),
         _weight_copies(strategy, model, job, parameters, traced.autocast_weight_copy_bytes_per_parameter),
         teacher_terms(strategy, job),
     )
@@ -67,6 +71,16 @@ def _moment_terms(
 
 
 def _activation_terms(
+    strategy: Strategy, share: RankShare, job: TrainingJob, traced: ActivationEstimate
+) -> dict[Moment, Terms]:
+    moments = _micro_batch_terms(strategy, share.model, job, traced)
+    if share.stage is None:
+        return moments
+    per_layer, _ = _layer_bytes(strategy, share.model, job, traced)
+    return stage_terms(moments, share, strategy, job, traced, per_layer)
+
+
+def _micro_batch_terms(
     strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
 ) -> dict[Moment, Terms]:
     """Activations and the loss.

@@ -33,6 +33,9 @@ TERM_MEANINGS: Mapping[str, str] = {
     "bucket",
     "unit_gradients": "FSDP2: unsharded gradients of a unit and their reduce-scatter input",
     "activations": "layers * bytes kept per layer, traced; with checkpointing the layers' inputs",
+    "activations_in_flight": "pipeline: what the other micro-batches keep whose backward pass has not come, "
+    "min(m, p - stage) - 1 of them",
+    "stage_borders": "pipeline: tensors received and sent that wait for their gradients, and the buffer to receive in",
     "autocast_weight_copies": "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
     "adapted_expert_copies": "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
     "forward_transient": "what one checkpointed layer needs while it runs and does not keep",
@@ -97,6 +100,8 @@ TERM_ROLES: Mapping[str, Role] = {
     "prefetch_copies": "buckets",
     "persistent_parameters": "buckets",
     "activations": "activations",
+    "activations_in_flight": "activations",
+    "stage_borders": "activations",
     "autocast_weight_copies": "activations",
     "adapted_expert_copies": "activations",
     "adapted_expert_update": "activations",

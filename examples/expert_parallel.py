@@ -80,9 +80,8 @@ def main(output: str) -> None:
     trainer.train()
     trainer.save_model(output)
     if arguments.process_index == 0:
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"trained {arguments.world_size} ranks, the experts of a layer over {EXPERT_PARALLEL_SIZE},", end=" ")
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+        first, *_, last = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        print(f"loss {first:.3f} to {last:.3f} on {arguments.world_size} ranks, experts over {EXPERT_PARALLEL_SIZE}")
         loaded = AutoModelForCausalLM.from_pretrained(output)
         loss = loaded(**default_data_collator(samples[:8])).loss.item()
         print(f"the checkpoint loads in plain Transformers, loss {loss:.3f}")

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ..ds_configs.errors import Fault, ShardwrightError, UsageError
+from .ulysses import forget_sequence_parallelism
 
 Engine = Literal["ddp", "deepspeed", "fsdp2"]
 
@@ -100,6 +101,7 @@ def forget_last_run() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
+    forget_sequence_parallelism()
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         os.environ.pop(name, None)
     torch.nn.functional.linear = torch._C._nn.linear

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,8 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor]:
 def load_pipeline_checkpoint(module: Any, directory: str | Path) -> None:
     """Copy a Hugging Face checkpoint's tensors into the stages that this rank holds.
 
-    With ZeRO-1 and in 16 bit the optimizer's own copy is older afterwards: call `engine.optimizer.refresh_fp32_params()`
-    or load before the engine is made.
+    An optimizer with an fp32 copy of the weights keeps the older ones: load before the engine is made, or call
+    `engine.optimizer.refresh_fp32_params()`.
 
     Args:
         module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
@@ -77,11 +78,15 @@ def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any 
     output = Path(directory)
     unfinished = output.parent / f".{output.name}.unfinished"
     first = distributed.get_rank() == 0
-    _together(lambda: _make_empty(unfinished), here=first, what=f"{unfinished} cannot be made")
-    writes = module.data_parallel_rank == 0
     prefix = f"stage-{module.stage_id:05d}"
-    _together(lambda: _write_tensors(module, unfinished, prefix), here=writes, what="a stage could not be written")
-    _together(lambda: _finish(module, unfinished, output, config), here=first, what=f"{output} could not be written")
+    writes = module.data_parallel_rank == 0
+    try:
+        _together(lambda: _make_empty(unfinished), here=first, what=f"{unfinished} cannot be made")
+        _together(lambda: _write_tensors(module, unfinished, prefix), here=writes, what=f"{output} cannot be written")
+        _together(lambda: _finish(module, unfinished, output, config), here=first, what=f"{output} cannot be written")
+    finally:
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
@@ -137,8 +142,8 @@ def _files(tensors: dict[str, Tensor]) -> Iterable[list[str]]:
 def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
     """Give the files their names, write index and config, and move all into their place."""
     _name_files(unfinished)
-    parts = module.parts
-    written = parts.config if config is None else config
+    parts = module.source
+    written = deepcopy(parts.config if config is None else config)
     written.architectures = [parts.model_class]
     written.dtype = next(iter(pipeline_state_dict(module).values())).dtype
     written.save_pretrained(unfinished)
@@ -151,7 +156,6 @@ def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
             stale.unlink(missing_ok=True)
     for path in unfinished.iterdir():
         path.replace(output / path.name)
-    unfinished.rmdir()
 
 
 def _name_files(directory: Path) -> None:

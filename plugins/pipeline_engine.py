@@ -7,6 +7,8 @@ Seen with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
   then clips with a norm that is too small, and the norm is kept nowhere.
 - ``_exec_send_activations`` tells the next stage the shape of what follows for the first micro-batch only, unless
   ``dynamic_shape`` is on, which tells it for every micro-batch and waits for the device each time.
+- ``_exec_backward_pass`` of the last stage returns before it lets go of the outputs, so that the logits of one
+  micro-batch live until the next one's are there.
 - Accelerate hands each rank other samples; all stages of one pipeline need the same.
 - ``HfTrainerDeepSpeedConfig`` computes ``train_batch_size`` as if every rank read samples of its own.
 """
@@ -91,6 +93,20 @@ def repair_clipping(engine: Any) -> None:
     engine.clip_fp32_gradients = clip
 
 
+def free_logits_early(engine: Any) -> None:
+    """Make the last stage of a 1F1B engine let go of a micro-batch's logits and labels after its backward pass."""
+    from deepspeed.runtime.pipe import schedule
+
+    run = engine._INSTRUCTION_MAP[schedule.BackwardPass]
+
+    def backward_pass(self: Any, buffer_id: int, **kwargs: Any) -> None:
+        run(self, buffer_id, **kwargs)
+        for kept in ("outputs", "labels"):
+            self.pipe_buffers[kept][buffer_id] = None
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.BackwardPass: backward_pass}
+
+
 def gradient_norm(parameters: Any, group: Any) -> torch.Tensor:
     """Return the 2-norm of the gradients of all stages, where a weight that two stages share counts once.
 
@@ -124,6 +140,29 @@ def summed_loss(engine: Any, micro_batches: Sequence[Any], *, replicas: int) -> 
     count = len(micro_batches)
     mean: torch.Tensor = engine.eval_batch(iter(micro_batches), num_micro_batches=count)
     return mean * (count * replicas)
+
+
+def whole_logits(engine: Any, inputs: tuple[torch.Tensor, ...], labels_BS: torch.Tensor) -> torch.Tensor:
+    """Return the logits [B, S, V] of one batch on every rank of the pipeline, in evaluation mode.
+
+    Args:
+        engine: The pipeline engine.
+        inputs: What the first stage reads: token ids, and a mask and positions if there are any.
+        labels_BS: Labels, of which the loss is computed and thrown away.
+    """
+    import torch
+    import torch.distributed as dist
+
+    engine.reset_activation_shape()
+    batch = (inputs, (labels_BS, torch.ones((), device=engine.device)))
+    repeated = 2 * engine.num_stages if hasattr(engine.module, "activate_phase") else 1
+    _, logits = engine.eval_batch(iter([batch] * repeated), return_logits=True, num_micro_batches=repeated)
+    engine.reset_activation_shape()
+    source = engine._loss_stage_global_rank()
+    held = [None if logits is None else logits.detach().cpu()]
+    dist.broadcast_object_list(held, src=source, group=engine.grid.get_pipe_parallel_group())
+    assert held[0] is not None, "the stage with the head holds them"
+    return held[0]
 
 
 @contextmanager

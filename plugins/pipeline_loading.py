@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,10 +148,9 @@ def _on_meta(source: str, *, dtype: torch.dtype | None, attn_implementation: str
             config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=False, **choice
         )
     model.tie_weights()
-    try:
+    # Most checkpoints of a base model have none.
+    with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
-    except OSError:
-        pass
     return model
 
 
@@ -182,13 +182,14 @@ class CheckpointTensors:
     def _file(self, name: str) -> str | None:
         from transformers.utils import cached_file
 
-        return cached_file(
+        found: str | None = cached_file(
             self._source,
             name,
             revision=self._revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_gated_repo=True,
         )
+        return found
 
     def read(self, name: str, *, shape: Any) -> Tensor:
         """Return a tensor; a checkpoint of the model without its head lacks the first part of every name.

@@ -34,13 +34,13 @@ class _CausalLM:
 
     def __init__(self, parts: StageParts, **settings: Any) -> None:
         # The base class asks for the tied modules while it is being built.
-        self.parts = parts
+        self.source = parts
         super().__init__(**settings)
 
     def _index_tied_modules(self: Any) -> dict[str, Any]:
         chunks = len(self._layer_specs)
         first, last = self.stage_owner(0), self.stage_owner(chunks - 1)
-        if not self.parts.tied or first == last:
+        if not self.source.tied or first == last:
             return {}
         tied: dict[str, Any] = {}
         for data_rank in range(self._grid.data_parallel_size):
@@ -48,7 +48,7 @@ class _CausalLM:
             group = comm.new_group(ranks=ranks)
             if self.global_rank not in ranks:
                 continue
-            family = self.parts.family
+            family = self.source.family
             name = family.embedding if self.global_rank == ranks[0] else family.head
             module = self.forward_funcs[0].get_submodule(name)
             tied["token_embedding"] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": module}
@@ -76,11 +76,11 @@ class _CausalLM:
             comm.all_reduce(weight.grad, group=group)
 
 
-class CausalLMPipeline(_CausalLM, PipelineModule):  # type: ignore[misc]
+class CausalLMPipeline(_CausalLM, PipelineModule):
     """Stages of a causal language model for the 1F1B schedule."""
 
 
-class CausalLMDualPipe(_CausalLM, DualPipeVModule):  # type: ignore[misc]
+class CausalLMDualPipe(_CausalLM, DualPipeVModule):
     """Stages of a causal language model for DualPipeV: rank r holds parts r and 2p - 1 - r."""
 
 

@@ -5,6 +5,7 @@ B sequences, S tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,36 @@ from .pipeline_families import attention_masks
 from .pipeline_loading import StageParts
 
 
+def stage_inputs(
+    first: Tensor, attention_mask_BS: Tensor | None = None, position_ids_BS: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return what a stage reads: ids or hidden states, then padding mask and positions where there are any.
+
+    Positions without a mask tell packed sequences apart, as in Transformers, so they are known by their dtype.
+
+    Args:
+        first: Token ids [B, S], or hidden states [B, S, D].
+        attention_mask_BS: 1 for tokens and 0 for padding.
+        position_ids_BS: Position of each token in its sequence.
+    """
+    mask = () if attention_mask_BS is None else (attention_mask_BS.to(torch.uint8),)
+    positions = () if position_ids_BS is None else (position_ids_BS.to(torch.int32),)
+    return (first, *mask, *positions)
+
+
+def _mask_and_positions(others: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    positions = next((tensor for tensor in others if tensor.dtype == torch.int32), *others[1:2] or (None,))
+    mask = next((tensor for tensor in others if tensor is not positions), None)
+    return mask, positions
+
+
 class CausalLMStage(nn.Module):
     """Contiguous layers of a model, with embedding or head where the stage has them.
 
-    The first stage reads `(input_ids_BS[, attention_mask_BS[, position_ids_BS]])`; every stage but the last returns
-    `(hidden_BSD, ...)` with the same padding mask (uint8) and positions (int32) behind it, because rotary tables and
-    causal masks are cheaper to make on each stage than to send: one byte and four bytes for each token, against
-    `2 * D` for the hidden states in 16 bit. The last stage returns `logits_BSV`.
+    The first stage reads `stage_inputs(...)`; every stage but the last returns `(hidden_BSD, ...)` with the same padding
+    mask (uint8) and positions (int32) behind it, because rotary tables and causal masks are cheaper to make on each
+    stage than to send: one byte and four bytes for each token, against `2 * D` for the hidden states in 16 bit. The
+    last stage returns `logits_BSV`.
     """
 
     def __init__(self, parts: StageParts, stage: PipelineStage, *, activation_checkpointing: bool = False) -> None:
@@ -50,18 +74,16 @@ class CausalLMStage(nn.Module):
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Return what the next stage reads, or logits on the last one."""
         first, *others = (inputs,) if isinstance(inputs, Tensor) else inputs
-        mask_BS = others[0].bool() if others else None
-        position_ids_BS = (
-            others[1].long() if len(others) > 1 else torch.arange(first.shape[1], device=first.device)[None]
-        )
+        sent = stage_inputs(first, *_mask_and_positions(others))[1:]
+        mask_BS, given_BS = _mask_and_positions(sent)
+        # Counted from 0 where none are given, padding included, as the models do.
+        counted_BS = torch.arange(first.shape[1], device=first.device)[None]
+        position_ids_BS = counted_BS if given_BS is None else given_BS.long()
         hidden_BSD = self._embedded(first, position_ids_BS) if self.stage.has_embedding else first
         hidden_BSD = self._through_layers(hidden_BSD, mask_BS, position_ids_BS)
         if self.stage.has_head:
             return self._logits(hidden_BSD)
-        if not others:
-            return hidden_BSD
-        sent = (others[0].to(torch.uint8), *(positions.to(torch.int32) for positions in others[1:]))
-        return (hidden_BSD, *sent)
+        return (hidden_BSD, *sent) if sent else hidden_BSD
 
     def _embedded(self, input_ids_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
         family = self._family
@@ -100,8 +122,10 @@ def causal_lm_loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
         labels: Labels [B, S], not shifted, -100 where no loss is taken; and the scale, a scalar.
     """
     labels_BS, scale = labels
+    # Shifting the labels leaves the logits as they are; shifting these would copy them.
+    next_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=-100)
     losses = nn.functional.cross_entropy(
-        logits_BSV[:, :-1].flatten(0, 1).float(), labels_BS[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        logits_BSV.flatten(0, 1).float(), next_BS.flatten(), ignore_index=-100, reduction="sum"
     )
     return losses * scale.to(losses.dtype)
 

@@ -298,7 +298,7 @@ def test_json_holds_roles_and_terms(model: Path) -> None:
 
 
 def record(**values: Any) -> dict[str, Any]:
-    return {"world_size": 2, "losses": [6.0, 5.0, 4.0], "probe_digest": "a", "probe_loss": 4.0, **values}
+    return {"world_size": 2, "losses": [6.0, 5.0, 4.0], "probe_digest": "a", "probe_mean": 4.0, **values}
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def record(**values: Any) -> dict[str, Any]:
     [
         ([record(losses=[6.0, math.nan, 4.0])] * 2, "loss_finite", "nan"),
         ([record(losses=[6.0, 6.5, 6.1])] * 2, "loss_falls", "6.000 to 6.100"),
-        ([record(), record(probe_digest="b", probe_loss=4.5)], "ranks_agree", "rank 0: 4.0, rank 1: 4.5"),
+        ([record(), record(probe_digest="b", probe_mean=4.5)], "ranks_agree", "rank 0: 4.0, rank 1: 4.5"),
         ([record(world_size=1)] * 2, "world_size", "Trainers count 1"),
         ([record()], "world_size", "launched 2 ranks, 1 trained"),
     ],

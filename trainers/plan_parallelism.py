@@ -57,6 +57,26 @@ class PlannedParallelism:
         return trainer
 
 
+def engine_logits(trainer: Any, input_ids_BT: Any) -> Any:
+    """Return the logits [B, T, V] that a trained engine computes for whole sequences, in evaluation mode.
+
+    Every rank must call it, with the same B sequences of T tokens that sequence parallelism divides; V is the
+    vocabulary.
+    """
+    import torch
+
+    model = trainer.model_wrapped
+    if hasattr(model, "eval_batch"):
+        from ..plugins.pipeline_engine import whole_logits
+
+        logits_BTV = whole_logits(model, (input_ids_BT,), input_ids_BT)
+    else:
+        model.eval()
+        with torch.no_grad():
+            logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits
+    return logits_BTV.detach().float().contiguous()
+
+
 def parallelism_of(strategy: Strategy, *, stages: Sequence[PipelineStage] = ()) -> PlannedParallelism:
     """Return what runs the axes of a strategy; `stages` says which layers each of `strategy.pp` stages holds.
 

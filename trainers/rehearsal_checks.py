@@ -194,8 +194,8 @@ def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: i
     if len(digests) == 1:
         checks.append(passed("ranks_agree", f"the same batch gives all {ranks} ranks the same bits"))
     else:
-        values = ", ".join(f"rank {index}: {record['probe_loss']!r}" for index, record in enumerate(records))
-        checks.append(failed("ranks_agree", f"the same batch gives different losses: {values}"))
+        values = ", ".join(f"rank {index}: {record['probe_mean']!r}" for index, record in enumerate(records))
+        checks.append(failed("ranks_agree", f"the same batch gives logits of different means: {values}"))
     return checks
 
 

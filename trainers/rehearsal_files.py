@@ -13,6 +13,8 @@ import yaml
 from ..ds_configs.errors import UsageError
 from ..ds_configs.job import TrainingJob
 from ..ds_configs.model import ModelSpec
+from ..ds_configs.parallelism.pipeline_stages import pipeline_stages
+from ..ds_configs.parallelism.stages import PipelineStage
 from ..ds_configs.plan import Plan
 from ..ds_configs.shrink import Change, rehearsed_sequence, shrink_model_config
 from ..ds_configs.shrink_layout import (
@@ -143,7 +145,8 @@ def scale_plan(
     accelerate, cpu_changes = cpu_accelerate(accelerate)
     if strategy.engine == "fsdp2":
         strategy = replace(strategy, offload_optimizer="none", offload_param="none")
-    worker, argument_changes = _worker_job(files, strategy, job, ranks=ranks, steps=steps)
+    stages = pipeline_stages(model, job, strategy.pp) if strategy.pp > 1 else ()
+    worker, argument_changes = _worker_job(files, strategy, job, stages, ranks=ranks, steps=steps)
     groups = (layout_changes, model_changes, job_changes, deepspeed_changes, accelerate_changes, cpu_changes)
     return Rehearsed(
         config=config,
@@ -175,7 +178,13 @@ def _scale_deepspeed(
 
 
 def _worker_job(
-    files: PlanFiles, strategy: Strategy, job: TrainingJob, *, ranks: int, steps: int
+    files: PlanFiles,
+    strategy: Strategy,
+    job: TrainingJob,
+    stages: tuple[PipelineStage, ...],
+    *,
+    ranks: int,
+    steps: int,
 ) -> tuple[WorkerJob, tuple[Change, ...]]:
     scaled, changes = shrink_training_arguments(files.arguments, strategy=strategy)
     save_step = steps // 2
@@ -191,6 +200,8 @@ def _worker_job(
         lora_rank=job.lora_rank,
         lora_targets=",".join(job.lora_targets),
         text_tokens=False,
+        axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
+        stages=tuple(asdict(stage) for stage in stages),
     )
     return worker, (*changes, *cpu_changes)
 

@@ -14,11 +14,13 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..ds_configs.errors import ShardwrightError
+from ..ds_configs.parallelism.stages import PipelineStage
+from ..ds_configs.strategy import Strategy
 from ..plugins.accelerate import configure_cpu_ranks
 from ..plugins.deepspeed import prepare_nvme_offload
 from ..plugins.peft import add_lora
@@ -28,6 +30,7 @@ from ..plugins.transformers import (
     training_arguments,
     weights_dtype,
 )
+from .plan_parallelism import engine_logits, parallelism_of
 from .train_causal_lm import StepLosses, chosen_engine
 
 PROGRESS = "shardwright-rehearsal: "
@@ -60,6 +63,10 @@ class WorkerJob:
     """Modules to adapt, separated by commas; unused with `full`."""
     text_tokens: bool
     """Whether `tokens.bin` holds the user's text as bytes; synthetic tokens otherwise."""
+    axes: dict[str, int] = field(default_factory=dict)
+    """Ranks of every axis beyond data parallelism, by its field in `Strategy`."""
+    stages: tuple[dict[str, Any], ...] = ()
+    """Fields of the `PipelineStage`s; none without a pipeline."""
 
 
 def train(job: WorkerJob, work: Path) -> None:
@@ -74,7 +81,7 @@ def train(job: WorkerJob, work: Path) -> None:
         meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
-    probe_loss, logits_BTV = _probe(trainer.model_wrapped, probe_batch(job, _vocab_size(work)))
+    logits_BTV = engine_logits(trainer, probe_tokens(job, _vocab_size(work)))
     losses = recorder.mean_over_ranks()
     if arguments.process_index == 0:
         _save_logits(logits_BTV, work / "trained_logits.safetensors")
@@ -82,7 +89,7 @@ def train(job: WorkerJob, work: Path) -> None:
     record = {
         "world_size": arguments.world_size,
         "losses": losses,
-        "probe_loss": probe_loss,
+        "probe_mean": logits_BTV.double().mean().item(),
         "probe_digest": hashlib.sha256(logits_BTV.numpy().tobytes()).hexdigest(),
         "roles": reading.roles,
     }
@@ -114,7 +121,7 @@ def _arguments(job: WorkerJob, work: Path, **changes: Any) -> Any:
 
 
 def _trainer(job: WorkerJob, work: Path, arguments: Any, stage: str) -> tuple[Any, StepLosses]:
-    from transformers import Trainer, default_data_collator, set_seed
+    from transformers import default_data_collator, set_seed
 
     set_seed(arguments.seed)
     dtype = weights_dtype(arguments, method=job.method)
@@ -123,7 +130,11 @@ def _trainer(job: WorkerJob, work: Path, arguments: Any, stage: str) -> tuple[An
         fp32_adapters = chosen_engine(job.training_arguments) != "deepspeed"
         model = add_lora(model, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32_adapters)
     samples = _samples(job, work, _vocab_size(work))
-    trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator)
+    stages = tuple(PipelineStage(**stage) for stage in job.stages)
+    parallelism = parallelism_of(Strategy(engine="deepspeed", **job.axes), stages=stages)
+    trainer = parallelism.make_trainer(
+        model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
+    )
     recorder = StepLosses(trainer)
     if arguments.process_index == 0:
         trainer.add_callback(_step_reporter(stage, job.steps))
@@ -175,19 +186,9 @@ def skewed_tokens(count: int, vocab_size: int, *, seed: int) -> Any:
     return draws * (vocab_size // distinct)
 
 
-def probe_batch(job: WorkerJob, vocab_size: int) -> dict[str, Any]:
-    """Return the batch that the trained engine and the exported model both compute."""
-    tokens_BT = skewed_tokens(2 * job.seq_len, vocab_size, seed=PROBE_SEED).view(2, job.seq_len)
-    return {"input_ids": tokens_BT, "labels": tokens_BT}
-
-
-def _probe(model: Any, batch: Mapping[str, Any]) -> tuple[float, Any]:
-    import torch
-
-    model.eval()
-    with torch.no_grad():
-        outputs = model(**batch, use_cache=False)
-    return float(outputs.loss), outputs.logits.detach().float().contiguous()
+def probe_tokens(job: WorkerJob, vocab_size: int) -> Any:
+    """Return the token ids [2, T] on which the trained engine and the exported model are compared."""
+    return skewed_tokens(2 * job.seq_len, vocab_size, seed=PROBE_SEED).view(2, job.seq_len)
 
 
 def _exported_logits(job: WorkerJob, work: Path) -> Any:
@@ -205,8 +206,9 @@ def _exported_logits(job: WorkerJob, work: Path) -> Any:
 
         base = _load(work / "model", dtype)
         model = PeftModel.from_pretrained(base, str(work / "export"), autocast_adapter_dtype=autocast)
-    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
-        return _probe(model, probe_batch(job, _vocab_size(work)))[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext(), torch.no_grad():
+        tokens_BT = probe_tokens(job, _vocab_size(work))
+        return model.eval()(input_ids=tokens_BT, use_cache=False).logits.float().contiguous()
 
 
 def _save_logits(logits_BTV: Any, path: Path) -> None:

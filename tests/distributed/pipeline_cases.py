@@ -90,7 +90,7 @@ def untrained_model(family: str) -> Any:
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=4 if family == "llama-4" else LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -142,6 +142,8 @@ TWO_RANKS = [
     Case(accumulation=3, ragged=True, epochs=True),
     Case(family="llama-tied", accumulation=3, bf16=True),
     Case(family="llama-tied", accumulation=3, bf16=True, zero_stage=0),
+    Case(family="llama-4", accumulation=4, ragged=True, dual_pipe=True),
+    Case(family="llama-4", accumulation=5, ragged=True, dual_pipe=True, zero_stage=0, optimizer="sgd"),
 ]
 FOUR_RANKS = [
     Case(replicas=2, accumulation=3, ragged=True),

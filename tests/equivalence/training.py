@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import traceback
 from pathlib import Path
-from typing import Any
 
 from equivalence.cases import Case, padded, probe_batch, samples
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.transformers import prepare_model_directory_save, save_model_directory, training_arguments
-from shardwright.trainers.plan_parallelism import parallelism_of
+from shardwright.trainers.plan_parallelism import engine_logits, parallelism_of
 
 
 def train_case(case: Case, models: Path, output: Path) -> None:
@@ -28,28 +27,17 @@ def train_case(case: Case, models: Path, output: Path) -> None:
         model=model, args=arguments, train_dataset=samples(), data_collator=padded
     )
     trainer.train()
-    logits = live_logits(trainer)
+    logits = engine_logits(trainer, probe_batch()["input_ids"])
     save_model_directory(trainer, str(output / "model"))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     if arguments.process_index == 0:
-        if logits is not None:
-            save_file({"logits_BTV": logits}, output / "live_logits.safetensors")
+        save_file({"logits_BTV": logits}, output / "live_logits.safetensors")
         record = {
             "world_size": arguments.world_size,
             "losses": [entry["loss"] for entry in logged],
             "grad_norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
         }
         (output / "record.json").write_text(json.dumps(record))
-
-
-def live_logits(trainer: Any) -> Any:
-    """Return the logits [B, T, V] of the trained engine for the probe."""
-    import torch
-
-    model = trainer.model_wrapped
-    model.eval()
-    with torch.no_grad():
-        return model(**probe_batch(), use_cache=False).logits.float().contiguous()
 
 
 def train_cases(cases: list[Case], models: Path, output: Path, rank: int) -> None:

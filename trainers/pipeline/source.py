@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def balanced(model: Any, args: Any, ranks: int, dual_pipe: bool) -> tuple[Pipeli
         ranks: Ranks of one pipeline.
         dual_pipe: Whether each of them holds two stages.
     """
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    config = {**json.loads(model.config.to_json_string(use_diff=False)), "architectures": [type(model).__name__]}
     longest = getattr(model.config, "max_position_embeddings", LONGEST_SEQUENCE_TOKENS)
     job = TrainingJob(
         seq_len_tokens=min(longest, LONGEST_SEQUENCE_TOKENS),

@@ -19,6 +19,7 @@ from ...plugins.pipeline_checkpoint import save_pipeline_checkpoint
 from ...plugins.pipeline_engine import (
     ShapeWatch,
     evaluation_engine,
+    free_logits_early,
     optimizer_step,
     read_own_replica,
     repair_clipping,
@@ -107,6 +108,7 @@ class PipelineTrainer(Trainer):
         self.model_wrapped = self.model
         prepared = super()._prepare_for_training(*args, **kwargs)
         repair_clipping(self.model_wrapped)
+        free_logits_early(self.model_wrapped)
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,11 +116,11 @@ class PipelineTrainer(Trainer):
         batches, tokens = super().get_batch_samples(*args, **kwargs)
         return (of_one_shape(batches) if batches else batches), tokens
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
-        if not batch_samples:
-            return None
-        tokens = torch.stack([predicted_tokens(batch) for batch in batch_samples]).sum().to(device)
-        return self._over_replicas(tokens) if self.args.average_tokens_across_devices else tokens
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        tokens: torch.Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
+        # The Trainer adds up all ranks; the stages of one pipeline counted the same samples.
+        shared = tokens is not None and self.args.average_tokens_across_devices
+        return tokens // self._pipeline_ranks if shared and tokens is not None else tokens
 
     def training_step(
         self, model: Any, inputs: Mapping[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None

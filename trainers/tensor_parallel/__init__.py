@@ -1,1 +1,1 @@
-"""Tensor parallelism of DeepSpeed for the Trainer."""
+"""Layers divided over ranks: DeepSpeed AutoTP as a callback of any Trainer."""

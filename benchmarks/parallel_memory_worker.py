@@ -1,0 +1,108 @@
+"""Runs on every rank of `parallel_memory.py`: trains each case for a few steps with the byte meter on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from metered_training import STEPS, plan_of
+from parallel_memory_cases import Case
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.parallelism.pipeline_stages import pipeline_stages
+from shardwright.ds_configs.plan_data import PlanData
+from shardwright.ds_configs.render.deepspeed import deepspeed_config
+from shardwright.ds_configs.render.training_arguments import training_arguments as planned_arguments
+from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.byte_meter import ByteMeter, MeterReading
+from shardwright.plugins.pipeline_phases import meter_pipeline_trainer
+from shardwright.plugins.trainer_phases import meter_trainer
+from shardwright.plugins.transformers import training_arguments, weights_dtype
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
+
+
+def main(cases_file: Path, output: Path) -> None:
+    """Measure every case of a JSON file and append one line for each, with all ranks' readings, on rank 0."""
+    cases = [Case(**values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
+    for case in cases:
+        reading = measure(case)
+        record = asdict(reading) | {"peak_bytes": reading.peak_bytes}
+        records: list[Any] = [None] * case.ranks
+        torch.distributed.all_gather_object(records, record)
+        if os.environ["RANK"] == "0":
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"case": asdict(case), "ranks": records}) + "\n")
+            print("measured", case.name, flush=True)
+        forget_last_run()
+
+
+def measure(case: Case) -> MeterReading:
+    """Train one case and return what lived on this rank in the last step."""
+    plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
+    settings = planned_arguments(plan) | {
+        "output_dir": tempfile.gettempdir(),
+        "max_steps": STEPS,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "deepspeed": deepspeed_config(plan),
+    }
+    arguments: TrainingArguments = training_arguments(settings, configure_cpu_ranks("deepspeed"))
+    set_seed(1)
+    with ByteMeter() as meter:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**case.config),
+            dtype=weights_dtype(arguments, method="full"),
+            trust_remote_code=False,
+        )
+        trainer = _trainer(case, plan, arguments, model)
+        del model
+        (meter_pipeline_trainer if case.axis == "pp" else meter_trainer)(trainer, meter)
+        trainer.train()
+        return meter.reading()
+
+
+def _trainer(case: Case, plan: PlanData, arguments: TrainingArguments, model: Any) -> Trainer:
+    inputs = {"train_dataset": _samples(plan), "data_collator": default_data_collator}
+    if case.axis == "pp":
+        from shardwright.trainers.pipeline.trainer import PipelineTrainer
+
+        stages = pipeline_stages(plan.model, plan.job, plan.chosen.strategy.pp)
+        trainer: Trainer = PipelineTrainer(model=model, args=arguments, pipeline_stages=stages, **inputs)
+        return trainer
+    callback = _callback(case.axis)
+    callback.prepare(arguments, model)
+    trainer = Trainer(model=model, args=arguments, **inputs)
+    callback.attach(trainer)
+    return trainer
+
+
+def _callback(axis: str) -> Any:
+    if axis == "tp":
+        from shardwright.trainers import TensorParallelCallback
+
+        return TensorParallelCallback(2)
+    if axis == "ep":
+        from shardwright.trainers import ExpertParallelCallback
+
+        return ExpertParallelCallback(2)
+    from shardwright.trainers import SequenceParallelCallback
+
+    return SequenceParallelCallback(2)
+
+
+def _samples(plan: PlanData) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
+    tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)
+    return [{"input_ids": sample, "labels": sample} for sample in tokens]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,121 @@
+"""Layouts with tensor, pipeline, sequence, context or expert parallelism that the search tries.
+
+One axis at a time beside data parallelism, since no two of them run together today (`parallel_rules.py`). Tensor with
+pipeline parallelism, the 3-D layout of large clusters, is costed all the same and marked as analysis only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+
+from ..candidate import Candidate
+from ..hardware import HardwareSpec
+from ..job import TrainingJob
+from ..model import ModelSpec
+from ..parallel_rules import AXIS_RULES, pipeline_parallelism
+from ..strategy import Strategy
+
+ENGINES_OF_AXIS: Mapping[str, tuple[str, ...]] = {
+    "tp": ("zero1", "zero2"),
+    "pp": ("zero1",),
+    "sp": ("zero1", "zero2", "zero3"),
+    "cp": ("fsdp2",),
+    "ep": ("zero1", "zero2", "zero3"),
+}
+"""Engines and stages that the planner may choose for each axis, by the name of `--strategy`."""
+
+_OFFLOADING_AXES = ("sp", "ep")
+"""Axes that are tried together with offload unasked: long sequences and many experts need it."""
+
+
+def names_for_axes(job: TrainingJob, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the engines to try for these axes.
+
+    That is the one asked for, where the axes were asked for too or run on it, else all that the axes run on.
+    """
+    if job.strategy != "auto":
+        asked = fixes_axes(job) or all(job.strategy in ENGINES_OF_AXIS[axis] for axis in axes)
+        return (job.strategy,) if asked else ()
+    names = ("zero1", "zero2", "zero3", "fsdp2")
+    common = tuple(name for name in names if all(name in ENGINES_OF_AXIS[axis] for axis in axes))
+    return common or ENGINES_OF_AXIS[next(iter(axes))][:1]
+
+
+def fixes_axes(job: TrainingJob) -> bool:
+    """Return whether the job asks for an axis beyond data parallelism."""
+    return any((size or 1) > 1 for size in job.axis_sizes.values())
+
+
+def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offload: str) -> Iterator[dict[str, int]]:
+    """Yield the axes of each layout to try.
+
+    Sizes that the job fixes are yielded as they are, legal or not, so that rules can refuse them; of the others one
+    axis at a time, at every divisor of the ranks that can be legal.
+    """
+    fixed = {axis: size for axis, size in job.axis_sizes.items() if size is not None}
+    wanted = {axis: size for axis, size in fixed.items() if size > 1}
+    if wanted:
+        yield wanted
+        return
+    for axis, sizes in _sizes(model, hardware).items():
+        automatic = offload == "none" or axis in _OFFLOADING_AXES
+        if axis in fixed or not automatic or (job.teacher is not None and axis != "sp"):
+            continue
+        for size in sizes:
+            yield {axis: size}
+
+
+def _sizes(model: ModelSpec, hardware: HardwareSpec) -> dict[str, list[int]]:
+    world, sizes = hardware.world_size, model.dimensions
+    limits = {
+        "tp": hardware.gpus_per_node,
+        "pp": min(world, sizes.num_layers),
+        "sp": min(world, sizes.num_attention_heads),
+        "cp": world,
+        "ep": min(world, sizes.num_experts),
+    }
+    divisors = [size for size in range(2, min(world, 1024) + 1) if world % size == 0]
+    return {axis: [size for size in divisors if size <= limit] for axis, limit in limits.items()}
+
+
+def with_axes(strategy: Strategy, axes: Mapping[str, int], hardware: HardwareSpec) -> Strategy:
+    """Return a layout with these axes, whose ranks leave its data parallelism."""
+    others = 1
+    for axis, size in axes.items():
+        others *= size if axis != "ep" else 1
+    left = max(1, hardware.world_size // max(1, others))
+    if strategy.dp_shard == 1:
+        return replace(strategy, dp_replicate=left, **axes)
+    if strategy.dp_replicate > 1:
+        return replace(strategy, dp_shard=max(1, left // strategy.dp_replicate), **axes)
+    return replace(strategy, dp_shard=left, **axes)
+
+
+def three_dimensional(
+    base: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+) -> Iterator[tuple[Strategy, str]]:
+    """Yield layouts of tensor, pipeline and data parallelism together, with the reason why they cannot run.
+
+    Only those whose tensor and pipeline parallelism would each be legal alone.
+    """
+    if job.strategy != "auto" or any(size is not None for size in job.axis_sizes.values()) or job.teacher is not None:
+        return
+    sizes = _sizes(model, hardware)
+    for tp, pp in product(sizes["tp"], sizes["pp"]):
+        if hardware.world_size % (tp * pp) or job.method != "full":
+            continue
+        strategy = with_axes(base, {"tp": tp, "pp": pp}, hardware)
+        alone = (with_axes(base, {"tp": tp}, hardware), with_axes(base, {"pp": pp}, hardware))
+        if any(_axis_faults(layout, model, hardware, job) for layout in alone):
+            continue
+        candidate = Candidate(strategy=strategy, model=model, hardware=hardware, job=job)
+        faults = pipeline_parallelism(candidate)
+        if faults:
+            yield strategy, faults[0].rule
+
+
+def _axis_faults(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> bool:
+    candidate = Candidate(strategy=strategy, model=model, hardware=hardware, job=job)
+    return any(rule(candidate) for rule in AXIS_RULES)

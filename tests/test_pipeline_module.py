@@ -1,0 +1,458 @@
+"""Stages of causal language models in one process: equal logits, gradients and checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import distributed
+
+from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.parallelism.pipeline import (
+    PIPELINE_MODEL_TYPES,
+    batch_faults,
+    pipeline_faults,
+    pipeline_remarks,
+    stage_faults,
+)
+from shardwright.ds_configs.parallelism.stages import balanced_stages, bubble_fraction
+from shardwright.plugins import pipeline_checkpoint
+from shardwright.plugins.pipeline_checkpoint import (
+    load_pipeline_checkpoint,
+    pipeline_state_dict,
+    save_pipeline_checkpoint,
+)
+from shardwright.plugins.pipeline_loading import StageParts
+from shardwright.plugins.pipeline_stage import CausalLMStage, causal_lm_loss, stage_inputs
+
+LAYERS, VOCAB, WINDOW, TOKENS = 4, 96, 5, 16
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+GROUPED = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+CONFIGS = {
+    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=16, sliding_window=WINDOW),
+    "gpt2": lambda: transformers.GPT2Config(**SIZES),
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "llama, tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "mistral, eager": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW, attn_implementation="eager"),
+    "phi3": lambda: transformers.Phi3Config(**GROUPED, sliding_window=WINDOW),
+    "phi3, long rope": lambda: transformers.Phi3Config(
+        **GROUPED,
+        original_max_position_embeddings=8,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+        },
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
+}
+
+
+def made(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Model and checkpoint of every family."""
+    found = {}
+    for name in CONFIGS:
+        model = made(name)
+        directory = tmp_path_factory.mktemp("models") / name.replace(", ", "-")
+        model.save_pretrained(directory)
+        found[name] = (model, directory)
+    return found
+
+
+def stages_of(source, count: int = 3, **settings) -> list[CausalLMStage]:
+    """Each stage made by itself, as on a rank of its own."""
+    return [
+        CausalLMStage(StageParts(source), stage, **settings).eval()
+        for stage in balanced_stages([1.0] * LAYERS, stages=count)
+    ]
+
+
+def through(stages, inputs):
+    for stage in stages:
+        inputs = stage(inputs)
+    return inputs
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids_BS = torch.randint(1, VOCAB, (3, TOKENS), generator=generator)
+    mask_BS = torch.ones_like(ids_BS)
+    mask_BS[1, 11:] = 0
+    mask_BS[2, :3] = 0
+    return ids_BS, mask_BS
+
+
+@pytest.mark.parametrize("source", ["live", "checkpoint"])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_stages_give_the_logits_of_the_model(models, name, source):
+    model, directory = models[name]
+    ids_BS, mask_BS = batch()
+    packed_BS = torch.arange(TOKENS).remainder(7).expand(3, -1)
+    shifted_BS = torch.arange(TOKENS).expand(3, -1) + 2
+    stages = stages_of(model if source == "live" else directory)
+    for mask, positions in ((None, None), (mask_BS, None), (mask_BS, shifted_BS), (None, packed_BS)):
+        expected_BSV = model(input_ids=ids_BS, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        found_BSV = through(stages, stage_inputs(ids_BS, mask, positions))
+        visible_BS = torch.ones_like(ids_BS).bool() if mask is None else mask.bool()
+        assert torch.equal(found_BSV[visible_BS], expected_BSV[visible_BS])
+
+
+@torch.no_grad()
+def test_packing_and_windows_change_the_logits_that_are_compared(models):
+    """Otherwise the comparison above would prove nothing about masks."""
+    ids_BS, _ = batch()
+    model, _ = models["mistral"]
+    wide = made("mistral")
+    wide.config.sliding_window = None
+    narrow_BSV, wide_BSV = model(ids_BS).logits, wide(ids_BS).logits
+    assert torch.equal(narrow_BSV[:, :WINDOW], wide_BSV[:, :WINDOW])
+    assert (narrow_BSV[:, WINDOW:] - wide_BSV[:, WINDOW:]).abs().amax(dim=-1).min() > 1e-3
+    stages = stages_of(model)
+    packed = stage_inputs(ids_BS, None, torch.arange(TOKENS).remainder(7).expand(3, -1))
+    alone_BSV = through(stages, stage_inputs(ids_BS[:, 7:14]))
+    assert torch.allclose(through(stages, packed)[:, 7:14], alone_BSV, atol=1e-5)
+
+
+def test_between_stages_go_hidden_states_and_five_bytes_for_each_token(models):
+    ids_BS, mask_BS = batch()
+    first, *_ = stages_of(models["llama"][0])
+    hidden_BSD, mask, positions = first(stage_inputs(ids_BS, mask_BS, torch.arange(TOKENS).expand(3, -1)))
+    assert hidden_BSD.shape == (3, TOKENS, 32)
+    assert hidden_BSD.requires_grad
+    assert (mask.dtype, positions.dtype) == (torch.uint8, torch.int32)
+    assert isinstance(first(stage_inputs(ids_BS)), torch.Tensor), "nothing else is sent when nothing else is given"
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gemma2", "gpt2"])
+def test_loss_and_gradients_are_those_of_the_model_with_recomputation(models, name):
+    """Two micro-batches on two data-parallel ranks, as DeepSpeed averages them."""
+    model = made(name).eval()
+    ids_BS, mask_BS = batch()
+    labels_BS = ids_BS.masked_fill(mask_BS == 0, -100)
+    tokens = (labels_BS[:, 1:] != -100).sum()
+    expected = model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS, num_items_in_batch=tokens).loss
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+
+    stages = [stage.train() for stage in stages_of(model, activation_checkpointing=True)]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    pieces, average = ids_BS.split([1, 2]), 4
+    total = torch.zeros(())
+    for ids, mask, labels in zip(pieces, mask_BS.split([1, 2]), labels_BS.split([1, 2]), strict=True):
+        logits_BSV = through(stages, stage_inputs(ids, mask))
+        total = total + causal_lm_loss(logits_BSV, (labels, average / tokens)) / average
+    found = torch.autograd.grad(total, list(model.parameters()))
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for left, right in zip(found, gradients, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
+def test_loss_without_any_label_is_zero_and_has_a_gradient():
+    logits_BSV = torch.randn(2, 3, 5, requires_grad=True)
+    loss = causal_lm_loss(logits_BSV, (torch.full((2, 3), -100), torch.tensor(0.5)))
+    loss.backward()
+    assert loss == 0
+    assert not logits_BSV.grad.any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_are_those_of_the_checkpoint_and_each_tensor_lies_in_one_stage(models, name):
+    model, directory = models[name]
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        expected = sorted(file.keys())
+    stages = stages_of(model)
+    found = [key for stage in stages for key in pipeline_state_dict(SimpleNamespace(stages=(stage,)))]
+    assert sorted(found) == expected
+    decaying = set(transformers.trainer_pt_utils.get_parameter_names(model, [], [r"bias", r"norm", r"ln_"]))
+    of_stages = transformers.trainer_pt_utils.get_parameter_names(stages[0], [], [r"bias", r"norm", r"ln_"])
+    assert set(of_stages) <= decaying | {"lm_head.weight"}
+
+
+def test_a_rank_reads_and_holds_its_own_stage_alone(models, monkeypatch):
+    from shardwright.plugins.pipeline_loading import CheckpointTensors
+
+    model, directory = models["llama"]
+    asked = []
+    read = CheckpointTensors.read
+    monkeypatch.setattr(
+        CheckpointTensors, "read", lambda self, name, *, shape: asked.append(name) or read(self, name, shape=shape)
+    )
+    parts = StageParts(directory)
+    middle = CausalLMStage(parts, balanced_stages([1.0] * LAYERS, stages=3)[1])
+    assert sorted(asked) == sorted(middle.state_dict())
+    assert {name.split(".")[2] for name in asked} == {"2"}
+    assert all(parameter.is_meta for parameter in parts._model.lm_head.parameters())
+    assert not any(tensor.is_meta for tensor in (*middle.parameters(), *middle.buffers()))
+    in_16_bit = CausalLMStage(StageParts(directory, dtype=torch.bfloat16), middle.stage)
+    assert {parameter.dtype for parameter in in_16_bit.parameters()} == {torch.bfloat16}
+    assert in_16_bit.get_submodule("model.rotary_emb").inv_freq.dtype == torch.float32
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert torch.equal(in_16_bit.state_dict()[name], model.state_dict()[name].bfloat16())
+
+
+def test_head_and_embedding_on_two_ranks_start_equal(models):
+    model, directory = models["llama, tied"]
+    first, *_, last = stages_of(directory)
+    assert last.tied_name == "lm_head.weight"
+    assert torch.equal(last.get_submodule("lm_head").weight, first.get_submodule("model.embed_tokens").weight)
+    assert "lm_head.weight" not in pipeline_state_dict(SimpleNamespace(stages=(last,)))
+    # On one rank they are one parameter, as with one stage or DualPipeV.
+    for source in (model, directory):
+        (whole,) = stages_of(source, 1)
+        assert whole.get_submodule("lm_head").weight is whole.get_submodule("model.embed_tokens").weight
+    untied = stages_of(models["llama"][1])[-1]
+    assert untied.tied_name is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
+def test_random_weights_do_not_depend_on_the_number_of_stages(name):
+    def weights(count: int, seed: int = 3) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+        torch.manual_seed(seed)
+        found = {key: value for stage in stages_of(model, count) for key, value in stage.state_dict().items()}
+        assert torch.initial_seed() == seed
+        return found
+
+    two, four = weights(2), weights(4)
+    assert all(torch.equal(two[key], four[key]) for key in (*two, *four))
+    layer = "transformer.h.{}.mlp.c_fc.weight" if name == "gpt2" else "model.layers.{}.mlp.up_proj.weight"
+    assert not torch.equal(two[layer.format(0)], two[layer.format(2)])
+    assert not torch.equal(two[layer.format(0)], weights(2, seed=4)[layer.format(0)])
+    assert 0.15 < two[layer.format(0)].std() < 0.25
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_the_model_without_its_head_has_shorter_names(models, tmp_path):
+    model, _ = models["gpt2"]
+    model.transformer.save_pretrained(tmp_path)
+    ids_BS, _ = batch()
+    assert torch.equal(through(stages_of(tmp_path), ids_BS), model(ids_BS).logits)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def on_one_rank(source, dtype=None) -> SimpleNamespace:
+    """What the checkpoint functions ask of a module, with all stages on this rank."""
+    parts = StageParts(source, dtype=dtype)
+    stages = tuple(CausalLMStage(parts, stage) for stage in balanced_stages([1.0] * LAYERS, stages=2))
+    return SimpleNamespace(stages=stages, source=parts, stage_id=0, data_parallel_rank=0)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("one_rank")
+def test_saved_checkpoint_loads_in_transformers_with_equal_logits(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline_checkpoint, "LARGEST_FILE_BYTES", 30_000)
+    ids_BS, mask_BS = batch()
+    for name, (model, directory) in models.items():
+        module = on_one_rank(directory)
+        before = module.source.config.to_dict()
+        output = tmp_path / name
+        output.mkdir()
+        (output / "model-00001-of-00099.safetensors").write_bytes(b"of an earlier model")
+        (output / "tokenizer.json").write_text("{}")
+        save_pipeline_checkpoint(module, output)
+        assert not list(tmp_path.glob(".*"))
+        assert module.source.config.to_dict() == before
+        assert (output / "tokenizer.json").exists()
+        loaded, report = type(model).from_pretrained(output, output_loading_info=True)
+        assert not (report["missing_keys"] or report["unexpected_keys"])
+        assert loaded.config.architectures == [type(model).__name__]
+        expected, found = (each(ids_BS, attention_mask=mask_BS).logits for each in (model, loaded.eval()))
+        assert torch.equal(found, expected)
+        index = json.loads((output / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {path.name for path in output.glob("*.safetensors")}
+        tensors = pipeline_state_dict(module)
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("one_rank")
+def test_one_file_replaces_several_and_keeps_the_dtype(models, tmp_path, monkeypatch):
+    _, directory = models["qwen2"]
+    monkeypatch.setattr(pipeline_checkpoint, "LARGEST_FILE_BYTES", 30_000)
+    output = tmp_path / "saved"
+    save_pipeline_checkpoint(on_one_rank(directory), output)
+    assert len(list(output.glob("*.safetensors"))) > 1
+    monkeypatch.undo()
+    save_pipeline_checkpoint(on_one_rank(directory, torch.bfloat16), output)
+    assert [path.name for path in output.glob("*.safetensors*")] == ["model.safetensors"]
+    assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
+    assert transformers.AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(models, tmp_path, monkeypatch):
+    module = on_one_rank(models["llama"][1])
+    save_pipeline_checkpoint(module, tmp_path / "saved")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+
+    def full(*arguments, **settings):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(ShardwrightError, match="No space left"):
+        save_pipeline_checkpoint(module, tmp_path / "saved")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
+    assert not list(tmp_path.glob(".saved*"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama, tied", "phi3"])
+def test_a_checkpoint_is_read_into_live_stages(models, name):
+    model, directory = models[name]
+    for stage in stages_of(made(name), 2):
+        for parameter in stage.parameters():
+            parameter.add_(1.0)
+        load_pipeline_checkpoint(SimpleNamespace(stages=(stage,)), directory)
+        expected = model.state_dict()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in stage.state_dict().items())
+
+
+def test_checkpoints_that_do_not_match_are_refused(models, tmp_path):
+    with pytest.raises(UsageError, match=r"holds neither model\.safetensors nor"):
+        StageParts(empty_checkpoint(tmp_path / "none"))
+    (stage,) = stages_of(models["llama"][0], 1)
+    with pytest.raises(UsageError, match="the checkpoint lacks this tensor"):
+        load_pipeline_checkpoint(SimpleNamespace(stages=(stage,)), models["gpt2"][1])
+    with pytest.raises(UsageError, match=r"has shape \(64, 32\), the config needs \(32, 32\)"):
+        load_pipeline_checkpoint(SimpleNamespace(stages=(stage,)), models["qwen3"][1])
+
+
+def empty_checkpoint(directory):
+    CONFIGS["llama"]().save_pretrained(directory)
+    return directory
+
+
+def test_models_that_have_no_stages_are_refused(models):
+    import peft
+
+    with pytest.raises(UsageError, match=r"model_type = 'opt': pipelines are made of gemma2, gpt2"):
+        StageParts(transformers.OPTForCausalLM(transformers.OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=32)))
+    with pytest.raises(UsageError, match="language modelling head"):
+        StageParts(transformers.LlamaForSequenceClassification(CONFIGS["llama"]()))
+    adapted = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UsageError, match="not adapters"):
+        StageParts(adapted)
+    frozen = made("llama")
+    frozen.model.norm.weight.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"'model\.norm\.weight': pipelines train all weights"):
+        StageParts(frozen)
+    crossed = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, add_cross_attention=True))
+    with pytest.raises(UsageError, match="has no encoder"):
+        StageParts(crossed)
+
+
+LEGAL = {"stages": 2, "num_layers": 4, "model_type": "llama", "zero_stage": 1, "world_size": 4, "micro_batches": 4}
+
+
+def test_a_legal_pipeline_has_no_faults():
+    assert pipeline_faults(**LEGAL) == []
+    assert pipeline_faults(**LEGAL, dual_pipe=True) == []
+    # One stage is no pipeline, whatever else is set.
+    assert pipeline_faults(**LEGAL | {"stages": 1, "zero_stage": 3, "model_type": "bert"}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "says"),
+    [
+        ({"num_layers": 1}, "pp", "nearest legal value: 1"),
+        ({"world_size": 3}, "pp", "3 % 2 = 1"),
+        ({"zero_stage": 2}, "zero_optimization.stage", "nearest legal value: 1"),
+        ({"zero_stage": 3}, "zero_optimization.stage", "nearest legal value: 1"),
+        ({"engine": "fsdp2", "zero_stage": None}, "pp", "runs on DeepSpeed"),
+        ({"offload_optimizer": "cpu"}, "offload_optimizer", "use none"),
+        ({"sequence_parallel_size": 2}, "sp", "use sp = 1 or pp = 1"),
+        ({"context_parallel_size": 2}, "cp", "FSDP2"),
+        ({"expert_parallel_size": 2}, "ep", "AutoEP refuses pipelines"),
+        ({"tensor_parallel_size": 2}, "tp", "AutoTP"),
+        ({"model_type": "bloom"}, "model_type", "gemma2, gpt2"),
+        ({"method": "lora"}, "method", "use full"),
+        ({"dual_pipe": True, "micro_batches": 3}, "gradient_accumulation_steps", "2 * pp = 4"),
+        ({"dual_pipe": True, "num_layers": 3}, "pp", "2 * pp = 4 parts"),
+        ({"dual_pipe": True, "stages": 1}, "pp", "use 2 or more"),
+    ],
+)
+def test_each_rule_names_value_and_way_out(change, where, says):
+    (fault,) = pipeline_faults(**LEGAL | change)
+    assert fault.where == where
+    assert says in str(fault)
+
+
+def test_all_faults_come_together():
+    broken = {"stages": 5, "zero_stage": 3, "model_type": "bert", "method": "qlora", "tensor_parallel_size": 2}
+    assert len(pipeline_faults(**LEGAL | broken)) == 6
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.booleans())
+def test_stage_rules_agree_with_the_partition(stages, layers, world, dual_pipe):
+    faults = stage_faults(stages=stages, num_layers=layers, world_size=world, dual_pipe=dual_pipe)
+    parts = 2 * stages if dual_pipe else stages
+    try:
+        balanced_stages([1.0] * layers, stages=parts)
+        possible = True
+    except UsageError:
+        possible = False
+    legal = possible and world % stages == 0 and not (dual_pipe and stages == 1)
+    assert (not faults) == legal
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 8))
+def test_batches_are_whole_micro_batches(size, micro, replicas):
+    faults = batch_faults(global_batch_size=size, micro_batch_size=micro, data_parallel_size=replicas)
+    assert bool(faults) == bool(size % (micro * replicas))
+    for fault in faults:
+        nearest = [int(number) for number in fault.fix.split(": ")[1].split(", ")]
+        assert all(
+            not batch_faults(global_batch_size=each, micro_batch_size=micro, data_parallel_size=replicas)
+            for each in nearest
+        )
+
+
+@given(st.integers(2, 32), st.integers(1, 128))
+def test_the_remark_on_the_bubble_names_a_count_that_is_enough(stages, micro_batches):
+    remarks = pipeline_remarks(stages=stages, micro_batches=micro_batches)
+    if bubble_fraction(stages, micro_batches) <= 0.2:
+        assert remarks == ()
+        return
+    enough = int(remarks[0].rpartition("; ")[2].split()[0])
+    assert bubble_fraction(stages, enough) <= 0.2 + 1e-12 < bubble_fraction(stages, enough - 1)
+
+
+def test_every_family_is_compared():
+    assert {name.partition(",")[0] for name in CONFIGS} == set(PIPELINE_MODEL_TYPES)

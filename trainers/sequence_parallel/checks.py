@@ -1,0 +1,171 @@
+"""What a model and training arguments say about sequence parallelism, as faults."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ...ds_configs.errors import Fault
+from ...ds_configs.parallelism.sequence import sequence_parallel_faults
+from ...plugins.transformers import deepspeed_configuration
+
+_LENGTH_DEPENDENT_ROTATIONS = ("dynamic", "longrope")
+"""Rotary embeddings whose angles depend on the largest position, which differs between shards."""
+_COUNTED = "train_batch_size (calculated)"
+
+
+def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deepspeed") -> list[Fault]:
+    """Return what forbids to train this Transformers model on shards of its sequences."""
+    inner = base_model(model)
+    config = inner.config
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    faults = sequence_parallel_faults(
+        sequence_parallel_size=size,
+        engine=engine,
+        world_size=world_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        attention=config._attn_implementation,
+        model_type=text.model_type,
+        layer_types=tuple(getattr(text, "layer_types", None) or ()),
+        attention_window_tokens=_window(text),
+        has_equal_head_widths=_has_equal_head_widths(text),
+    )
+    name = type(inner).__name__
+    if not _loses_on_shifted_labels(inner):
+        rule = "must be a causal language model whose loss takes shift_labels"
+        faults.append(Fault(where="model", value=name, rule=rule, fix="use an AutoModelForCausalLM model"))
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        rule = "places images or sounds among its tokens, which cannot be cut into shards"
+        faults.append(Fault(where="model", value=name, rule=rule, fix="train its text model"))
+    rotations = sorted(_rotations(text).intersection(_LENGTH_DEPENDENT_ROTATIONS))
+    if rotations:
+        rule = "turns by angles that depend on the last position of the whole sequence, which a shard does not see"
+        faults.append(Fault(where="rope_type", value=rotations[0], rule=rule, fix="use linear, yarn or llama3"))
+    if any(getattr(one, "is_prompt_learning", False) for one in getattr(model, "peft_config", {}).values()):
+        rule = "adds virtual tokens in front of every shard"
+        faults.append(Fault(where="peft", value="prompt learning", rule=rule, fix="use LoRA"))
+    return faults
+
+
+def base_model(model: Any) -> Any:
+    """Return the Transformers model inside a PEFT model."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def argument_faults(arguments: Any, *, size: int) -> list[Fault]:
+    """Return what in `TrainingArguments` and in the DeepSpeed section contradicts sequence parallelism."""
+    faults = []
+    refused = {
+        "average_tokens_across_devices": (False, "losses are means over the tokens of all ranks", "leave it out"),
+        "train_sampling_strategy": ("batch_rebalance", "deals samples to ranks that read the same ones", "use random"),
+        "eval_use_gather_object": (True, "gathers from every rank of a sequence", "leave it out"),
+        "predict_with_generate": (True, "generates from whole prompts", "call model.generate on each rank"),
+    }
+    for name, (value, rule, fix) in refused.items():
+        if getattr(arguments, name, None) == value:
+            faults.append(Fault(where=f"training arguments: {name}", value=value, rule=rule, fix=fix))
+    if arguments.accelerator_config.split_batches:
+        rule = "splits a batch over ranks that read the same one"
+        faults.append(Fault(where="accelerator_config.split_batches", value=True, rule=rule, fix="leave it out"))
+    configuration = deepspeed_configuration(arguments)
+    if configuration is not None:
+        faults += _section_faults(configuration, arguments, size)
+    return faults + _parallelism_faults(arguments, size)
+
+
+def _section_faults(configuration: dict[str, Any], arguments: Any, size: int) -> list[Fault]:
+    faults = []
+    own = configuration.get("sequence_parallel_size", size)
+    if own != size:
+        rule = f"contradicts sequence_parallel_size = {size} of the callback"
+        faults.append(Fault(where="sequence_parallel_size", value=own, rule=rule, fix="leave the key out"))
+    tensor = (configuration.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if tensor > 1:
+        rule = "does not combine with sequence parallelism"
+        faults.append(Fault(where="tensor_parallel.autotp_size", value=tensor, rule=rule, fix="leave the section out"))
+    total = configuration.get("train_batch_size", "auto")
+    right = train_batch_size(arguments, size=size)
+    # TrainingArguments has put the product with all ranks in the place of "auto".
+    filled = right * size if getattr(arguments, "hf_deepspeed_config", None) is not None else right
+    if total not in ("auto", right, filled):
+        rule = f"must be micro-batch * accumulation * ranks / sp = {right}"
+        faults.append(Fault(where="train_batch_size", value=total, rule=rule, fix=f"write {right} or 'auto'"))
+    return faults
+
+
+def train_batch_size(arguments: Any, *, size: int) -> int:
+    """Return the samples of one optimizer step."""
+    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    return int(micro * accumulation * max(1, arguments.world_size // size))
+
+
+def accept_train_batch_size(arguments: Any, *, size: int) -> None:
+    """Let a DeepSpeed section name its true `train_batch_size`, which Transformers takes for a mistake.
+
+    Transformers 5.17.0 (integrations/deepspeed.py, `trainer_config_process`) multiplies by all ranks; Accelerate 1.15.0
+    puts the true number in when it prepares the model.
+    """
+    configuration = deepspeed_configuration(arguments)
+    if configuration is None or configuration.get("train_batch_size") != train_batch_size(arguments, size=size):
+        return
+    processed = getattr(arguments, "hf_deepspeed_config", None)
+    if processed is None:
+        configuration["train_batch_size"] = "auto"
+    else:
+        processed.mismatches = [one for one in processed.mismatches if _COUNTED not in one]
+
+
+def _parallelism_faults(arguments: Any, size: int) -> list[Fault]:
+    given = getattr(arguments, "parallelism_config", None)
+    sizes = {}
+    if given is not None:
+        sizes = {name: getattr(given, f"{name}_size") for name in ("sp", "cp", "tp")}
+    elif os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in ("1", "true", "yes", "on"):
+        prefix = "PARALLELISM_CONFIG_"
+        sizes = {name: int(os.environ.get(f"{prefix}{name.upper()}_SIZE", "1")) for name in ("sp", "cp", "tp")}
+    wanted = {"sp": size, "cp": 1, "tp": 1}
+    return [
+        Fault(
+            where=f"parallelism_config.{name}_size",
+            value=found,
+            rule=f"contradicts the callback, which asks for {wanted[name]}",
+            fix=f"write {wanted[name]}, or leave parallelism_config out",
+        )
+        for name, found in sizes.items()
+        if found != wanted[name] and not (name == "sp" and found == 1 and given is None)
+    ]
+
+
+def _window(text: Any) -> int | None:
+    if getattr(text, "use_sliding_window", True) is False:
+        return None
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    return window if isinstance(window, int) else None
+
+
+def _has_equal_head_widths(text: Any) -> bool:
+    values = getattr(text, "v_head_dim", None)
+    if values is None:
+        return True
+    keys = (getattr(text, "qk_nope_head_dim", None) or 0) + (getattr(text, "qk_rope_head_dim", None) or 0)
+    return bool(values == (keys or getattr(text, "head_dim", values)))
+
+
+def _loses_on_shifted_labels(inner: Any) -> bool:
+    from inspect import Parameter, signature
+
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    if inner.config.is_encoder_decoder or LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is not ForCausalLMLoss:
+        return False
+    parameters = signature(type(inner).forward).parameters
+    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
+    return takes_any and "position_ids" in parameters
+
+
+def _rotations(text: Any) -> set[str]:
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    sections = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in sections}
