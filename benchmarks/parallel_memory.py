@@ -50,13 +50,13 @@ class Row:
 
 
 def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
-    """Train every case on CPU ranks, those with the same number of ranks in one launch, and return the readings."""
+    """Train every case on CPU ranks, those of one axis with as many ranks in one launch, and return the readings."""
     records: list[dict[str, object]] = []
     worker = Path(__file__).with_name("parallel_memory_worker.py")
     with tempfile.TemporaryDirectory() as directory:
-        for ranks in sorted({case.ranks for case in cases}):
-            chosen = [asdict(case) for case in cases if case.ranks == ranks]
-            wanted, output = Path(directory) / f"{ranks}.json", Path(directory) / f"{ranks}.jsonl"
+        for axis, ranks in dict.fromkeys((case.axis, case.ranks) for case in cases):
+            chosen = [asdict(case) for case in cases if (case.axis, case.ranks) == (axis, ranks)]
+            wanted, output = Path(directory) / f"{axis}{ranks}.json", Path(directory) / f"{axis}{ranks}.jsonl"
             wanted.write_text(json.dumps(chosen), encoding="utf-8")
             launch = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
             command = python_arguments([*launch, str(worker), str(wanted), str(output)])
@@ -189,10 +189,8 @@ def main() -> int:
     if not cases:
         parser.error(f"--only {options.only} matches no case")
     stored = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else []
-    if options.stored:
-        records = [record for record in stored if Case(**record["case"]) in cases]
-    else:
-        records = measure(cases)
+    wanted = [record for record in stored if Case(**record["case"]) in cases]
+    records = wanted if options.stored else measure(cases)
     found = rows(records)
     for table in (case_table(found), group_table(fullest_rows(found))):
         print(table, end="\n\n")

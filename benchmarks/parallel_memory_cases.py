@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN, spec_of
@@ -94,22 +93,23 @@ class Case:
         )
 
 
+_SETTINGS = (("fp32", 1, False), ("bf16", 3, True), ("fp32", 3, True), ("bf16", 1, False))
+"""Precision, accumulation and checkpointing."""
+
+
 def grid() -> list[Case]:
-    """Return, for each layout and stage, four cases in which every pair of precision, accumulation and checkpointing
-    occurs, over the layout's model families in turn."""
-    settings = [("fp32", 1, False), ("fp32", 3, True), ("bf16", 1, True), ("bf16", 3, False)]
-    cases = []
-    for index, (layout, number) in enumerate(product(LAYOUTS, range(3))):
-        axis = layout[:2]
-        if number >= len(STAGES[axis]):
-            continue
-        for place, (precision, accumulation, checkpointing) in enumerate(settings):
-            family = FAMILIES[axis][(index + place + place // 2) % len(FAMILIES[axis])]
+    """Return cases for each layout and stage of ZeRO over the layout's model families: two on 2 ranks, one on 4."""
+    cases: list[Case] = []
+    for layout in LAYOUTS:
+        stages, families = STAGES[layout[:2]], FAMILIES[layout[:2]]
+        number = 1 if "x" in layout else 2
+        for index, (stage, _) in enumerate((stage, place) for stage in stages for place in range(number)):
+            precision, accumulation, checkpointing = _SETTINGS[(index + (layout[:2] in ("tp", "ep"))) % len(_SETTINGS)]
             cases.append(
                 Case(
                     layout=layout,
-                    zero_stage=STAGES[axis][number],
-                    model=family,
+                    zero_stage=stage,
+                    model=families[(index + index // 2) % len(families)],
                     precision=precision,
                     accumulation=accumulation,
                     checkpointing=checkpointing,

@@ -41,6 +41,14 @@ def plan_command(
     loss: LossImplementation | None = None,
     teacher: str | None = None,
     teacher_placement: TeacherPlacementChoice | None = None,
+    tensor_parallel_size: int | Literal["auto"] | None = None,
+    pipeline_parallel_size: int | Literal["auto"] | None = None,
+    sequence_parallel_size: int | Literal["auto"] | None = None,
+    context_parallel_size: int | Literal["auto"] | None = None,
+    expert_parallel_size: int | Literal["auto"] | None = None,
+    zero_quantized_weights: bool | None = None,
+    zero_quantized_gradients: bool | None = None,
+    explain_tensor_parallel: Annotated[bool, Parameter(negative="")] = False,
     calibration: bool = True,
     revision: str | None = None,
     trust_remote_code: Annotated[bool, Parameter(negative="")] = False,
@@ -94,6 +102,22 @@ def plan_command(
         A frozen second model for distillation.
     teacher_placement
         replica (whole on every rank), sharded, offloaded (host memory), quantized (4 bit), cached. Default auto.
+    tensor_parallel_size
+        Ranks that share each layer (AutoTP), 1 for none, or auto. Default auto.
+    pipeline_parallel_size
+        Pipeline stages, 1 for none, or auto. Default auto.
+    sequence_parallel_size
+        Ranks that share each sequence (Ulysses), 1 for none, or auto. Default auto.
+    context_parallel_size
+        Ranks that share each sequence (torch context parallelism, FSDP2), 1 for none, or auto. Default auto.
+    expert_parallel_size
+        Ranks that share the experts of each layer (AutoEP), 1 for none, or auto. Default auto.
+    zero_quantized_weights
+        ZeRO++ qwZ: ZeRO-3 gathers weights in int8.
+    zero_quantized_gradients
+        ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes.
+    explain_tensor_parallel
+        Compare 1D, 2D, 2.5D and 3D tensor parallelism on this hardware. Analysis only: nothing runs the last three.
     calibration
         Let runs that `shardwright calibrate` stored narrow the memory interval.
     revision
@@ -127,13 +151,23 @@ def plan_command(
                 print(f"error: {line}", file=sys.stderr)
             return error.exit_code
         raise
+    layouts = None
+    if explain_tensor_parallel:
+        from .tensor_layouts import compared_layouts
+
+        layouts = compared_layouts(plan.model, plan.hardware, plan.job)
     written = [] if output_dir is None or dry_run else plan.write(output_dir, force=force)
     if as_json:
-        print(json.dumps(plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}))
+        shown = plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}
+        if layouts is not None:
+            shown["tensor_layouts"] = layouts.to_dict()
+        print(json.dumps(shown))
         return 0
     from .show import show_plan
 
     show_plan(plan, output_dir if written else None)
+    if layouts is not None:
+        layouts.show()
     return 0
 
 

@@ -56,7 +56,7 @@ def _plan_schema() -> dict[str, Any]:
         "nvme_bytes_per_node": nvme_used,
         "reason": {"type": "string"},
     }
-    teacher = parts["Evaluated"]["properties"]["teacher"]
+    teacher, analysis_only = (parts["Evaluated"]["properties"][name] for name in ("teacher", "analysis_only"))
     chosen = layout | {"step_time": {"type": ["object", "null"]}, "teacher": teacher}
     del parts["MemoryEstimate"], parts["Evaluated"]
     text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
@@ -77,7 +77,7 @@ def _plan_schema() -> dict[str, Any]:
         "hardware": {"$ref": "#/$defs/HardwareSpec"},
         "job": {"$ref": "#/$defs/TrainingJob"},
         "chosen": _object(chosen),
-        "rejected": {"type": "array", "items": _object(layout)},
+        "rejected": {"type": "array", "items": _object(layout | {"analysis_only": analysis_only})},
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }

@@ -13,7 +13,16 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch, TrainingJob
+from ..ds_configs.job import (
+    AXIS_FIELDS,
+    LossImplementation,
+    Method,
+    OffloadName,
+    Precision,
+    StrategyName,
+    Switch,
+    TrainingJob,
+)
 from ..ds_configs.model import ModelSpec
 from ..ds_configs.teacher_placement import TeacherPlacementChoice
 
@@ -42,6 +51,15 @@ class PlanSettings(BaseModel):
     strategy: StrategyName = Field("auto", description="engine and stage to use")
     offload: OffloadName = Field("auto", description="where optimizer states and parameters may live")
     loss: LossImplementation = Field("eager", description="chunked never materialises all logits")
+    tensor_parallel_size: int | Literal["auto"] = Field("auto", description="ranks that share each layer")
+    pipeline_parallel_size: int | Literal["auto"] = Field("auto", description="pipeline stages")
+    sequence_parallel_size: int | Literal["auto"] = Field(
+        "auto", description="ranks that share each sequence (Ulysses)"
+    )
+    context_parallel_size: int | Literal["auto"] = Field("auto", description="ranks that share each sequence (FSDP2)")
+    expert_parallel_size: int | Literal["auto"] = Field("auto", description="ranks that share the experts")
+    zero_quantized_weights: bool = Field(False, description="ZeRO++ qwZ: ZeRO-3 gathers weights in int8")
+    zero_quantized_gradients: bool = Field(False, description="ZeRO++ qgZ: ZeRO-3 reduces gradients in int4")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
     teacher: str | None = Field(None, description="a frozen second model for distillation")
     teacher_placement: TeacherPlacementChoice = Field("auto", description="where the teacher lives")
@@ -50,6 +68,7 @@ class PlanSettings(BaseModel):
 _NUMBERS = frozenset(
     name for name, field in PlanSettings.model_fields.items() if int in (field.annotation, *get_args(field.annotation))
 )
+_SWITCHES = frozenset(name for name, field in PlanSettings.model_fields.items() if field.annotation is bool)
 _INTEGER = re.compile(r"-?[0-9]{1,30}")
 
 
@@ -103,6 +122,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         values[name] = int(text) if name in _NUMBERS and _INTEGER.fullmatch(text) else text
+        if name in _SWITCHES and text.lower() in ("true", "false"):
+            values[name] = text.lower() == "true"
     return values
 
 
@@ -115,6 +136,10 @@ def _fault(detail: Mapping[str, Any], origins: Mapping[str, str]) -> Fault:
     return Fault(where=where, value=detail["input"], rule=str(detail["msg"]).lower())
 
 
+def _chosen(size: int | Literal["auto"]) -> int | None:
+    return None if size == "auto" else size
+
+
 def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> TrainingJob:
     """Return the training job that the settings describe.
 
@@ -124,10 +149,11 @@ def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> Trai
     if teacher is None and settings.teacher_placement != "auto":
         rule, fix = "places a teacher, and none is named", "give --teacher too"
         raise UsageError(Fault(where="teacher_placement", value=settings.teacher_placement, rule=rule, fix=fix))
-    micro_batch = settings.micro_batch_size
     return TrainingJob(
         seq_len_tokens=settings.seq_len,
-        micro_batch_size=None if micro_batch == "auto" else micro_batch,
+        **{name: _chosen(getattr(settings, name)) for name in ("micro_batch_size", *AXIS_FIELDS)},
+        zero_quantized_weights=settings.zero_quantized_weights,
+        zero_quantized_gradients=settings.zero_quantized_gradients,
         global_batch_size=settings.global_batch_size,
         precision=settings.precision,
         optimizer=settings.optimizer,

@@ -147,7 +147,9 @@ def _stage3_gathers(
         "embedding_backward": model.embedding_parameters + tied,
     }
     copied = width * min(zero.reduce_bucket_size, parameters.trainable)
-    fetched = width * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
+    # qwZ gathers int8, dequantizes into a flat tensor and copies out of that (partition_parameters.py:1515, 767).
+    copy_bytes = width + (1 if zero.quantized_weights else 0)
+    fetched = copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
     for moment, unit in units.items():
         gradients = unit if job.method == "full" else min(unit, parameters.largest_trainable)
         more[moment]["module_gradients"] = width * gradients

@@ -89,6 +89,8 @@ class ModelSpec:
     """The kinds of layers that `config.json` names, each once; empty where it names none."""
     attention: str | None = None
     """The attention implementation that `config.json` asks for; `None` leaves it to transformers (sdpa)."""
+    rope_type: str = ""
+    """How `config.json` scales rotary angles; empty for the plain ones."""
     source: Literal["config", "meta"]
     """`config`: the closed form of a known family; `meta`: built by transformers on the meta device."""
 

@@ -267,6 +267,10 @@ def _whole_and_partition_gradients(
         # A pipeline reduces after all backward passes, which `embedding_backward` stands for.
         reduced = full + width * whole - found.get("backward", {}).get("gradients", 0)
         return found | {"embedding_backward": {"gradients": reduced}}
+    if strategy.gradient_accumulation_steps > 1 and strategy.shard_size == 1:
+        # A single partition takes the head's gradients over, and frees them, before those of the layers come.
+        tail = width * parameters.trainable_tail
+        return found | {"backward": {"gradients": full + width * whole - tail}, "after_head": {"gradients": tail}}
     if strategy.gradient_accumulation_steps > 1:
         return found | {"backward": {"gradients": full + width * whole}}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):

@@ -78,6 +78,7 @@ def sequence_parallelism(candidate: Candidate) -> list[Fault]:
         context_parallel_size=strategy.cp,
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
+        rope_type=model.rope_type,
     )
 
 
@@ -96,6 +97,7 @@ def context_parallelism(candidate: Candidate) -> list[Fault]:
         sequence_parallel_size=strategy.sp,
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
+        rope_type=model.rope_type,
         dp_replicate=strategy.dp_replicate,
         dp_shard=strategy.dp_shard,
     )

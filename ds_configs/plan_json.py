@@ -79,6 +79,7 @@ def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
     return {
         "strategy": strategy_dict(candidate.strategy),
         "reason": candidate.reason,
+        "analysis_only": candidate.analysis_only,
         "gpu_memory": asdict(candidate.memory.gpu),
         "host_memory": _host_dict(candidate.memory),
         "nvme_bytes_per_node": candidate.memory.host.nvme_bytes_per_node,
@@ -136,6 +137,7 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
         "strategy": strategy,
         "reason": candidate["reason"],
         "teacher": candidate.get("teacher"),
+        "analysis_only": candidate.get("analysis_only", False),
         "memory": {
             "gpu": candidate["gpu_memory"],
             "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},

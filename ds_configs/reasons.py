@@ -147,7 +147,7 @@ def _preference(strategy: Strategy, job: TrainingJob, skipped: int) -> str:
     if strategy.offload_optimizer != "none":
         return "the first layout that fits; without offload none does"
     if strategy.axes:
-        return "of the layouts that fit the one that loses least of a step"
+        return "the layout that loses least of a step among those that fit"
     if skipped == 0:
         return "the simplest layout, and none communicates less"
     return "the simplest of the layouts that fit and communicate least"
@@ -226,5 +226,5 @@ def analysis_reason(
     return (
         f"{display_name(strategy)} would lose {lost_time(mine)} of a step, the chosen layout "
         f"{_seconds(other.lost_seconds)} s, and fit with {gigabytes(memory.gpu.high_bytes)} GB. Analysis only, it "
-        f"cannot run: {why_not}."
+        f"cannot run with DeepSpeed 0.19.8: {why_not}."
     )

@@ -9,7 +9,7 @@ from typing import Any
 from .calibration import Calibration
 from .errors import ShardwrightError
 from .hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
-from .job import TrainingJob
+from .job import AXIS_FIELDS, TrainingJob
 from .model import ModelSpec
 from .reasons import display_name
 from .search import search
@@ -106,6 +106,8 @@ def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change
         "--strategy auto": replace(job, strategy="auto"),
         "--teacher-placement auto": replace(job, teacher_placement="auto"),
     }
+    for field in AXIS_FIELDS:
+        freed[f"--{field.replace('_', '-')} auto"] = replace(job, **{field: None})
     changed = {flag: changed_job for flag, changed_job in freed.items() if changed_job != job}
     for flag, changed_job in changed.items():
         yield flag, hardware, changed_job
@@ -117,6 +119,7 @@ def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change
             offload="auto",
             strategy="auto",
             teacher_placement="auto",
+            **dict.fromkeys(AXIS_FIELDS),
         )
         yield " ".join(changed), hardware, everything
 

@@ -27,7 +27,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "of a gradient larger than the bucket, or the fp64 copy for its norm",
     "gathered_parameters": "parameters gathered for use: the current unit and what prefetch ran ahead to "
     "(ZeRO-3: DeepSpeed's fetch queue replayed; FSDP2: the unit in use, the next one's buffer, the kept tail)",
-    "prefetch_copies": "a coalesced gather holds its flat buffer and each tensor's copy at once",
+    "prefetch_copies": "a coalesced gather holds its flat buffer and each tensor's copy at once; with ZeRO++ qwZ also "
+    "the int8 that was gathered",
     "persistent_parameters": "tensors of at most stage3_param_persistence_threshold elements, on every rank",
     "module_gradients": "full gradients that are not reduced yet: of the module in use, and of tensors larger than the "
     "bucket",

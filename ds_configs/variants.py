@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from .calibration import Calibration
 from .candidate import Candidate
@@ -56,7 +57,7 @@ Judge = Callable[[Candidate], tuple[Fault, ...]]
 def best_variant(
     layout: Strategy, question: Question, *, level: int, faults: list[Fault], judge: Judge = legality_faults
 ) -> Variant | None:
-    """Return the layout with its best micro-batch and checkpointing; `None` when none is legal, with why in `faults`."""
+    """Return the layout with its best micro-batch and checkpointing; `None` when none is legal (`faults` says why)."""
     evaluated = list(_evaluate(layout, question, faults, judge))
     if not evaluated:
         return None
@@ -71,27 +72,27 @@ def _evaluate(
     model, hardware, job = question.model, question.hardware, question.job
     switches = {"auto": (False, True), "on": (True,), "off": (False,)}[job.gradient_checkpointing]
     lean = lean_variant(level, model, job)
-    for layout in (level,) if lean is None else (level, lean):
-        for micro_batch, accumulation in micro_batches(level, job):
-            for checkpointing in switches:
-                strategy = replace(
-                    layout,
-                    micro_batch_size=micro_batch,
-                    gradient_accumulation_steps=accumulation,
-                    gradient_checkpointing=checkpointing,
-                )
-                broken = judge(Candidate(strategy=strategy, model=model, hardware=hardware, job=job))
-                faults += broken
-                if not broken:
-                    memory = estimate_memory(
-                        strategy,
-                        model,
-                        hardware,
-                        job,
-                        activations=question.activations,
-                        calibration=question.calibration,
-                    )
-                    yield strategy, memory
+    for micro_batch, accumulation in micro_batches(level, job):
+        fits = False
+        for layout, checkpointing in product((level,) if lean is None else (level, lean), switches):
+            strategy = replace(
+                layout,
+                micro_batch_size=micro_batch,
+                gradient_accumulation_steps=accumulation,
+                gradient_checkpointing=checkpointing,
+            )
+            broken = judge(Candidate(strategy=strategy, model=model, hardware=hardware, job=job))
+            faults += broken
+            if broken:
+                continue
+            memory = estimate_memory(
+                strategy, model, hardware, job, activations=question.activations, calibration=question.calibration
+            )
+            fits = fits or memory.fits
+            yield strategy, memory
+        if not fits and job.global_batch_size is None:
+            # A larger micro-batch needs more; with a global batch it also accumulates less, which may need less.
+            return
 
 
 def micro_batches(level: Strategy, job: TrainingJob) -> list[tuple[int, int]]:

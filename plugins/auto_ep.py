@@ -115,6 +115,8 @@ def write_section(configuration: dict[str, Any], model_config: Any, ep: int) -> 
 def mark_expert_groups(optimizer: Any, model: Any, ep: int) -> None:
     """Give experts groups of their own in a torch optimizer, as DeepSpeed wants them, with all their settings.
 
+    An optimizer of the DeepSpeed configuration gets them from DeepSpeed.
+
     Raises:
         UsageError: the model has no experts left to divide, because an earlier training divided it.
     """
@@ -123,7 +125,7 @@ def mark_expert_groups(optimizer: Any, model: Any, ep: int) -> None:
         raise UsageError(faults)
     experts = {id(parameter) for parameter in _expert_parameters(model).values()}
     marks = {"moe": True, "name": f"ep_size_{ep}"}
-    for group in list(optimizer.param_groups):
+    for group in list(getattr(optimizer, "param_groups", ())):
         own = [parameter for parameter in group["params"] if id(parameter) in experts]
         if len(own) == len(group["params"]):
             group.update(marks if own else {})

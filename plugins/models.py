@@ -35,7 +35,12 @@ def load_model(model: str, *, revision: str | None = None) -> LoadedModel:
         from .meta_model import model_spec_from_meta
 
         spec = model_spec_from_meta(source.config, name=source.name, revision=source.revision)
-    spec = replace(spec, layer_types=_layer_types(source.config), attention=_attention(source.config))
+    spec = replace(
+        spec,
+        layer_types=_layer_types(source.config),
+        attention=_attention(source.config),
+        rope_type=_rope_type(source.config),
+    )
     notes = []
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method is not None:
@@ -54,6 +59,12 @@ def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:
 def _attention(config: dict[str, Any]) -> str | None:
     asked = config.get("attn_implementation", config.get("_attn_implementation"))
     return asked if isinstance(asked, str) else None
+
+
+def _rope_type(config: dict[str, Any]) -> str:
+    section = config.get("rope_parameters") or config.get("rope_scaling")
+    named = section.get("rope_type", section.get("type")) if isinstance(section, dict) else None
+    return named if isinstance(named, str) and named != "default" else ""
 
 
 def _counts_agree(spec: ModelSpec, stored: int) -> bool:

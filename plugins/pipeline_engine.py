@@ -9,6 +9,8 @@ Seen with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
   ``dynamic_shape`` is on, which tells it for every micro-batch and waits for the device each time.
 - ``_exec_backward_pass`` of the last stage returns before it lets go of the outputs, so that the logits of one
   micro-batch live until the next one's are there.
+- ``DualPipeVEngine.eval_batch`` looks for phase-1 buffers where training keeps them, so that an evaluation of another
+  number of micro-batches than ``gradient_accumulation_steps`` reads an empty one.
 - Accelerate hands each rank other samples; all stages of one pipeline need the same.
 - ``HfTrainerDeepSpeedConfig`` computes ``train_batch_size`` as if every rank read samples of its own.
 """
@@ -138,7 +140,8 @@ def optimizer_step(engine: Any, micro_batches: Sequence[Any]) -> torch.Tensor:
 def summed_loss(engine: Any, micro_batches: Sequence[Any], *, replicas: int) -> torch.Tensor:
     """Return the sum of the micro-batches' losses over all replicas, on every rank and without training."""
     count = len(micro_batches)
-    mean: torch.Tensor = engine.eval_batch(iter(micro_batches), num_micro_batches=count)
+    with _micro_batches(engine, count):
+        mean: torch.Tensor = engine.eval_batch(iter(micro_batches), num_micro_batches=count)
     return mean * (count * replicas)
 
 
@@ -156,7 +159,8 @@ def whole_logits(engine: Any, inputs: tuple[torch.Tensor, ...], labels_BS: torch
     engine.reset_activation_shape()
     batch = (inputs, (labels_BS, torch.ones((), device=engine.device)))
     repeated = 2 * engine.num_stages if hasattr(engine.module, "activate_phase") else 1
-    _, logits = engine.eval_batch(iter([batch] * repeated), return_logits=True, num_micro_batches=repeated)
+    with _micro_batches(engine, repeated):
+        _, logits = engine.eval_batch(iter([batch] * repeated), return_logits=True, num_micro_batches=repeated)
     engine.reset_activation_shape()
     source = engine._loss_stage_global_rank()
     held = [None if logits is None else logits.detach().cpu()]

@@ -43,10 +43,10 @@ def _mask_and_positions(others: Sequence[Tensor]) -> tuple[Tensor | None, Tensor
 class CausalLMStage(nn.Module):
     """Contiguous layers of a model, with embedding or head where the stage has them.
 
-    The first stage reads `stage_inputs(...)`; every stage but the last returns `(hidden_BSD, ...)` with the same padding
-    mask (uint8) and positions (int32) behind it, because rotary tables and causal masks are cheaper to make on each
-    stage than to send: one byte and four bytes for each token, against `2 * D` for the hidden states in 16 bit. The
-    last stage returns `logits_BSV`.
+    The first stage reads `stage_inputs(...)`; every stage but the last returns hidden states with the same padding mask
+    (uint8) and positions (int32) behind them, because rotary tables and causal masks are cheaper to make on each stage
+    than to send: one byte and four bytes for each token, against `2 * D` for the hidden states in 16 bit. The last
+    stage returns logits.
     """
 
     def __init__(self, parts: StageParts, stage: PipelineStage, *, activation_checkpointing: bool = False) -> None:

@@ -53,21 +53,21 @@ class SharedSequence:
         """Which shard is this rank's."""
         import torch.distributed as dist
 
-        return dist.get_rank() % self.size
+        return int(dist.get_rank()) % self.size
 
     @property
     def data_ranks(self) -> int:
         """How many sequences are processed at once."""
         import torch.distributed as dist
 
-        return dist.get_world_size() // self.size
+        return int(dist.get_world_size()) // self.size
 
     @property
     def data_rank(self) -> int:
         """Which of the sequences is this rank's."""
         import torch.distributed as dist
 
-        return dist.get_rank() // self.size
+        return int(dist.get_rank()) // self.size
 
     @property
     def data_group(self) -> Any:
@@ -112,7 +112,7 @@ class SharedSequence:
     def _attention_class(self, stock: Any) -> Any:
         shared = self
 
-        class RaggedUlyssesAttention(stock):  # type: ignore[misc]
+        class RaggedUlyssesAttention(stock):
             """Takes the shapes from what comes in, batch by batch and layer by layer."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:

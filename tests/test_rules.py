@@ -11,6 +11,7 @@ from planning import llama, public_model
 from shardwright.ds_configs.candidate import Candidate, nearest_divisors
 from shardwright.ds_configs.hardware import parse_hardware
 from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.parallel_rules import AXIS_RULES
 from shardwright.ds_configs.rules import RULES, legality_faults
 from shardwright.ds_configs.strategy import Strategy, ZeroOptions
 
@@ -69,27 +70,50 @@ CASES = {
     "hpz stage": (replace(ZERO1, zero=ZeroOptions(hpz_partition_size=4)), {}, "needs ZeRO stage 3; use 1"),
     "hpz divides": (replace(ZERO3, zero=ZeroOptions(hpz_partition_size=3)), {}, "nearest legal values: 2, 4"),
     "qgz": (replace(ZERO3, zero=ZeroOptions(quantized_gradients=True)), {}, "ZeRO-3 on several nodes"),
+    "qwz stage": (
+        replace(ZERO1, zero=ZeroOptions(quantized_weights=True)),
+        {},
+        "only with ZeRO-3, which gathers weights",
+    ),
+    "qwz on cpu": (
+        replace(ZERO3, zero=ZeroOptions(quantized_weights=True)),
+        {"hardware": "8xCPU", "precision": "fp32"},
+        "has no kernels for CPU ranks",
+    ),
     "sp engine": (replace(FSDP2, sp=2, dp_shard=4), {}, "or cp with FSDP2"),
     "sp kv": (replace(ZERO1, sp=3, dp_shard=8), {"hardware": "24xA100-80GB"}, "must divide one another"),
     "sp heads": (replace(ZERO1, sp=16, dp_shard=1), {"hardware": "16xA100-80GB"}, "8 % 16 = 8"),
     "sp sequence": (replace(ZERO1, sp=2, dp_shard=4), {"seq_len_tokens": 4095}, "4095 % 2 = 1"),
-    "cp engine": (replace(ZERO1, cp=2, dp_shard=4), {}, "needs FSDP2 and excludes sequence parallelism"),
-    "cp sequence": (replace(FSDP2, cp=2, dp_shard=4), {"seq_len_tokens": 4098}, "4098 % 4 = 2"),
+    "cp engine": (replace(ZERO1, cp=2, dp_shard=4), {}, "cp = 2: runs on FSDP2 and not on deepspeed"),
+    "cp sequence": (
+        replace(FSDP2, cp=2, dp_shard=4),
+        {"seq_len_tokens": 4098},
+        "must be a multiple of 2 * cp (4098 % 4 = 2)",
+    ),
     "cp window": (replace(FSDP2, cp=2, dp_shard=4), {"model": WINDOWED}, "looks back 1024 tokens"),
     "ep dense": (replace(ZERO1, ep=2), {}, "needs a mixture of experts"),
-    "ep engine": (replace(FSDP2, ep=2), {"model": MIXTRAL}, "runs on DeepSpeed"),
+    "ep engine": (replace(FSDP2, ep=2), {"model": MIXTRAL}, "runs on DeepSpeed (AutoEP), not on fsdp2"),
     "ep experts": (replace(ZERO1, ep=3), {"model": MIXTRAL}, "must divide the experts (8 % 3 = 2)"),
     "ep ranks": (replace(ZERO1, ep=8, dp_shard=4, sp=2), {"model": MIXTRAL}, "must divide the data-parallel ranks"),
-    "ep stage 3": (replace(ZERO3, ep=2, sp=2, dp_shard=4), {"model": MIXTRAL}, "in ZeRO-3 excludes sp; use stage 2"),
+    "ep stage 3": (
+        replace(ZERO3, ep=2, sp=2, dp_shard=4),
+        {"model": MIXTRAL},
+        "excludes sp = 2: AutoEP refuses it in ZeRO-3",
+    ),
     "tp experts": (replace(ZERO1, tp=2, dp_shard=4), {"model": MIXTRAL}, "AutoTP refuses mixtures of experts"),
-    "tp engine": (replace(FSDP2, tp=2, dp_shard=4), {}, "needs DeepSpeed AutoTP"),
+    "tp engine": (replace(FSDP2, tp=2, dp_shard=4), {}, "transformers 5.17.0 does not have"),
+    "teacher": (replace(ZERO1, tp=2, dp_shard=4), {"teacher": LLAMA}, "tp = 2: does not combine with a teacher"),
     "tp heads": (
         replace(ZERO1, tp=5, dp_shard=8),
         {"hardware": "40xA100-80GB"},
         "must divide the attention heads (8 % 5 = 3); nearest legal values: 4, 8",
     ),
-    "pp stage": (replace(ZERO3, pp=2, dp_shard=4), {}, "pp = 2: runs with ZeRO stage 0 or 1"),
-    "pp layers": (replace(ZERO1, pp=8, dp_shard=1), {}, "cannot exceed the 4 layers; nearest legal value: 4"),
+    "pp stage": (
+        replace(ZERO3, pp=2, dp_shard=4),
+        {},
+        "zero_optimization.stage = 3: pipelines run with ZeRO stage 0 or 1",
+    ),
+    "pp layers": (replace(ZERO1, pp=8, dp_shard=1), {}, "the model has 4; nearest legal value: 4"),
     "positions": (
         ZERO1,
         {"model": replace(LLAMA, learned_positions=512)},
@@ -112,14 +136,16 @@ def test_violations_name_the_rule_and_the_way_out(name):
 
 
 def test_every_rule_has_a_violation_above():
-    triggered = set()
+    triggered, axis_triggered = set(), set()
     for strategy, settings, _ in CASES.values():
         options = dict(settings)
         model = options.pop("model", LLAMA)
         cluster = parse_hardware(options.pop("hardware", "8xA100-80GB"), nvme=options.pop("nvme", None))
         candidate = Candidate(strategy=strategy, model=model, hardware=cluster, job=TrainingJob(**options))
         triggered |= {rule.__name__ for rule in RULES if rule(candidate) is not None}
+        axis_triggered |= {rule.__name__ for rule in AXIS_RULES if rule(candidate)}
     assert triggered == {rule.__name__ for rule in RULES}
+    assert axis_triggered == {rule.__name__ for rule in AXIS_RULES}
 
 
 @given(number=st.integers(1, 5000), value=st.integers(1, 5000))

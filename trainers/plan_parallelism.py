@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..ds_configs.parallelism.pipeline_stages import pipeline_stages
 from ..ds_configs.parallelism.stages import PipelineStage
-from ..ds_configs.plan import Plan
 from ..ds_configs.strategy import Strategy
+
+if TYPE_CHECKING:
+    from ..ds_configs.plan import Plan
 
 
 class ParallelCallback(Protocol):

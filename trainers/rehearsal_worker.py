@@ -72,13 +72,14 @@ class WorkerJob:
 def train(job: WorkerJob, work: Path) -> None:
     """Train, let every rank compute the same batch, export the model, and write what was seen."""
     from ..plugins.byte_meter import start_meter
+    from ..plugins.pipeline_phases import meter_pipeline_trainer
     from ..plugins.trainer_phases import meter_trainer
 
     arguments = _arguments(job, work)
     prepare_model_directory_save(arguments)
     with start_meter() as meter:
         trainer, recorder = _trainer(job, work, arguments, "train")
-        meter_trainer(trainer, meter)
+        (meter_pipeline_trainer if job.stages else meter_trainer)(trainer, meter)
         trainer.train()
         reading = meter.reading()
     logits_BTV = engine_logits(trainer, probe_tokens(job, _vocab_size(work)))

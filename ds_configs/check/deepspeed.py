@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..quantization.compression_training import REMOVED_BLOCKS, message
+from .axes import check_axes
 from .batch import check_batch
 from .keys import KeyWalker, Schema, load_keys, nearest
 from .report import MAXIMUM_FINDINGS, Report
@@ -48,6 +49,7 @@ def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers
     _check_warmup(report, uses_transformers)
     _check_no_effect(report)
     check_zero(report, uses_transformers=uses_transformers)
+    check_axes(report, world_size=world_size)
     check_batch(report, world_size=world_size, uses_transformers=uses_transformers)
     if uses_transformers:
         _check_trainer_keys(report)

@@ -45,6 +45,8 @@ STAGES = {
 LARGE_BUCKET = 250_000_000
 """Elements from which a second 16-bit bucket costs half a gigabyte; DeepSpeed's default is twice that."""
 
+_GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
+
 _NVME_ONLY = {
     "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
     "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
@@ -86,6 +88,9 @@ def _check_stage(report: Report, stage: int) -> None:
             continue
         path = f"{_ZERO}.{entry.key}"
         if entry.node.scalar is False or entry.key.startswith("offload"):
+            continue
+        if entry.key == _GATHER_ON_SAVE and (report.integer("tensor_parallel.autotp_size") or 0) > 1:
+            # Accelerate asks for it at every stage before it saves a tensor-parallel model (accelerator.py:4072).
             continue
         listed = ", ".join(str(item) for item in sorted(stages))
         value = entry.node.plain()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..candidate import divides
 from ..errors import Fault
-from .sequence import FULL_ATTENTION, RECURRENT_MODELS
+from .sequence import FULL_ATTENTION, RECURRENT_MODELS, rotation_faults
 
 
 def context_parallel_faults(
@@ -30,6 +30,7 @@ def context_parallel_faults(
     sequence_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    rope_type: str = "",
     dp_replicate: int = 1,
     dp_shard: int | None = None,
 ) -> list[Fault]:
@@ -50,6 +51,7 @@ def context_parallel_faults(
         sequence_parallel_size: Ranks of Ulysses sequence parallelism.
         tensor_parallel_size: Ranks of tensor parallelism.
         pipeline_parallel_size: Pipeline stages.
+        rope_type: How rotary angles are scaled, as in `config.json`.
         dp_replicate: Replicas of the sharded model.
         dp_shard: Ranks that FSDP2 shards over beside cp; `None` for what is left.
     """
@@ -66,6 +68,7 @@ def context_parallel_faults(
         rule = "with replicas needs parameters that are sharded besides (dp_shard > 1)"
         faults.append(Fault(where="cp", value=size, rule=rule, fix="use dp_replicate = 1 or dp_shard > 1"))
     faults += _attention(size, attention, model_type, layer_types, attention_window_tokens)
+    faults += rotation_faults(rope_type)
     faults += _mask(mask_dimensions, packed=packed, left_padded=left_padded)
     others = {"sp": sequence_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
     found = [f"{name} = {other}" for name, other in others.items() if other > 1]
@@ -96,9 +99,7 @@ def _attention(
     if other or model_type in RECURRENT_MODELS:
         kinds = ", ".join(other) or f"layers of {model_type}"
         rule = f"expresses full causal attention alone, and the model has {kinds}"
-        faults.append(
-            Fault(where="cp", value=size, rule=rule, fix="use cp = 1, or sp with DeepSpeed")
-        )
+        faults.append(Fault(where="cp", value=size, rule=rule, fix="use cp = 1, or sp with DeepSpeed"))
     elif not set(layer_types) and window is not None:
         rule = f"needs full attention, and the model looks back {window} tokens"
         faults.append(Fault(where="cp", value=size, rule=rule, fix="use sp with DeepSpeed"))

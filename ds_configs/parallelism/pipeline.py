@@ -12,7 +12,7 @@ from .stages import bubble_fraction
 
 PIPELINE_MODEL_TYPES = ("gemma2", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Families whose causal language model can be cut into stages."""
-LARGEST_BUBBLE = 0.2
+LARGEST_BUBBLE_PERCENT = 20
 """Idle share of a step above which a remark says so."""
 
 
@@ -118,14 +118,13 @@ def batch_faults(*, global_batch_size: int, micro_batch_size: int, data_parallel
 
 def pipeline_remarks(*, stages: int, micro_batches: int) -> tuple[str, ...]:
     """Return what is legal but costs time: fewer micro-batches than keep the bubble small."""
-    bubble = bubble_fraction(stages, micro_batches)
-    if bubble <= LARGEST_BUBBLE:
-        return ()
     # (p - 1) / (m + p - 1) <= b  <=>  m >= (p - 1) * (1 - b) / b
-    enough = -(-(stages - 1) * (1 - LARGEST_BUBBLE) // LARGEST_BUBBLE)
+    enough = -(-(stages - 1) * (100 - LARGEST_BUBBLE_PERCENT) // LARGEST_BUBBLE_PERCENT)
+    if micro_batches >= enough:
+        return ()
     return (
-        f"{stages} stages idle for {bubble:.0%} of a step of {micro_batches} micro-batches: "
-        f"(p - 1) / (m + p - 1); {enough:.0f} micro-batches bring it to {LARGEST_BUBBLE:.0%}",
+        f"{stages} stages idle for {bubble_fraction(stages, micro_batches):.0%} of a step of {micro_batches} "
+        f"micro-batches, (p - 1) / (m + p - 1); {enough} micro-batches bring it to {LARGEST_BUBBLE_PERCENT}%",
     )
 
 
@@ -138,19 +137,21 @@ def _engine_faults(
     if zero_stage is not None and zero_stage > 1:
         rule = "pipelines run with ZeRO stage 0 or 1: stages 2 and 3 free or move what later micro-batches still need"
         faults.append(Fault(where="zero_optimization.stage", value=zero_stage, rule=rule, fix="nearest legal value: 1"))
-    for where, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
-        if device != "none":
-            rule = "pipelines keep optimizer states and parameters on the accelerator"
-            faults.append(Fault(where=where, value=device, rule=rule, fix="use none, or more stages"))
+    if offload_param != "none":
+        rule = "parameters are offloaded in ZeRO-3, which pipelines exclude"
+        faults.append(Fault(where="offload_param", value=offload_param, rule=rule, fix="use none, or more stages"))
+    if offload_optimizer == "nvme" or (offload_optimizer != "none" and zero_stage == 0):
+        rule = "optimizer states of a pipeline are offloaded to the host, with ZeRO-1"
+        faults.append(Fault(where="offload_optimizer", value=offload_optimizer, rule=rule, fix="use cpu with ZeRO-1"))
     return faults
 
 
 def _axis_faults(stages: int, axes: dict[str, int]) -> list[Fault]:
     reasons = {
-        "tp": "DeepSpeed 0.19.8 divides no layer of a pipeline: AutoTP replaces the layers of a whole model",
-        "sp": "its all-to-alls would need position ids and labels of all shards on every stage",
+        "tp": "AutoTP finds no policy for the stages of a pipeline (deepspeed/module_inject/auto_tp.py, supported)",
+        "sp": "DeepSpeed's grid has pipe, data and model axes only (deepspeed/runtime/pipe/topology.py)",
         "cp": "it runs on FSDP2, which pipelines exclude",
-        "ep": "AutoEP refuses pipelines (deepspeed/module_inject/auto_ep_folding.py)",
+        "ep": "no family that can be cut into stages has experts",
     }
     return [
         Fault(where=axis, value=size, rule=f"excludes pp = {stages}: {reasons[axis]}", fix=f"use {axis} = 1 or pp = 1")

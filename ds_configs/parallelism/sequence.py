@@ -22,6 +22,8 @@ RECURRENT_MODELS = frozenset(
     | {"rwkv", "xlstm", "zamba", "zamba2"}
 )
 """`model_type`s whose layers carry a state along the sequence, past the attention interface."""
+LENGTH_DEPENDENT_ROTATIONS = ("dynamic", "longrope")
+"""`rope_type`s of Transformers (modeling_rope_utils.py, `dynamic_rope_update`)."""
 _WITHOUT_MASK = ("sdpa", "flash_attention_2", "flash_attention_3")
 _RUNS_ALONE = ("cp", "tp", "pp")
 
@@ -43,6 +45,7 @@ def sequence_parallel_faults(
     context_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    rope_type: str = "",
 ) -> list[Fault]:
     """Return everything that forbids to share one sequence between `sequence_parallel_size` ranks.
 
@@ -62,6 +65,7 @@ def sequence_parallel_faults(
         context_parallel_size: Ranks of torch context parallelism.
         tensor_parallel_size: Ranks of tensor parallelism.
         pipeline_parallel_size: Pipeline stages.
+        rope_type: How rotary angles are scaled, as in `config.json`.
     """
     size = sequence_parallel_size
     if size == 1:
@@ -73,6 +77,7 @@ def sequence_parallel_faults(
     faults += attention_faults(attention=attention, mask_dimensions=mask_dimensions)
     faults += _layers(size, model_type, layer_types, has_equal_head_widths=has_equal_head_widths)
     faults += _window(attention, layer_types, attention_window_tokens, seq_len_tokens)
+    faults += rotation_faults(rope_type)
     others = (context_parallel_size, tensor_parallel_size, pipeline_parallel_size)
     faults += _excluded(size, dict(zip(_RUNS_ALONE, others, strict=True)))
     return faults
@@ -91,6 +96,14 @@ def attention_faults(*, attention: str, mask_dimensions: int = 2) -> list[Fault]
         fix = "give a mask [batch, sequence] of right padding, or none"
         faults.append(Fault(where="attention_mask", value=f"{mask_dimensions}-D", rule=rule, fix=fix))
     return faults
+
+
+def rotation_faults(rope_type: str) -> list[Fault]:
+    """Return what forbids rotary embeddings whose angles depend on the largest position, which differs by shard."""
+    if rope_type not in LENGTH_DEPENDENT_ROTATIONS:
+        return []
+    rule = "turns by angles that depend on the last position of the whole sequence, which a shard does not see"
+    return [Fault(where="rope_type", value=rope_type, rule=rule, fix="use linear, yarn or llama3 scaling")]
 
 
 def sample_faults(*, left_padded: bool, packed: bool, attention: str, samples: int) -> list[Fault]:

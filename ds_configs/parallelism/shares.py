@@ -93,9 +93,9 @@ def micro_batches_in_flight(stages: int, stage: int, micro_batches: int) -> int:
 def tensor_parallel_share(model: ModelSpec, tp: int) -> ModelSpec:
     """Return what the fullest of `tp` ranks holds, as AutoTP divides a model (deepspeed 0.19.8, `auto_tp.py`).
 
-    Matrices of attention and MLP are divided, by whole key/value heads with their query heads and by columns; norms
-    and the embedding are whole. An output head of its own holds `1 / tp` of the vocabulary and gathers the logits; a
-    tied one shares a vocabulary-parallel embedding and leaves the logits divided.
+    Matrices of attention and MLP are divided, by whole key/value heads with their query heads and by columns. An output
+    head of its own holds `1 / tp` of the vocabulary and gathers the logits; norms, the embedding and a head tied to it
+    are whole.
     """
     sizes = model.dimensions
     key_value_heads = -(-sizes.num_key_value_heads // tp)
@@ -104,19 +104,14 @@ def tensor_parallel_share(model: ModelSpec, tp: int) -> ModelSpec:
         num_key_value_heads=key_value_heads,
         num_attention_heads=key_value_heads * (sizes.num_attention_heads // max(1, sizes.num_key_value_heads)),
         intermediate_size=-(-sizes.intermediate_size // tp),
-        vocab_size=-(-sizes.vocab_size // tp) if model.tied_embeddings else sizes.vocab_size,
     )
     flipped = model.model_type in CONV1D_FAMILIES
-    parameters = tuple(_divided(p, sizes, local, model.tied_embeddings, tp, flipped) for p in model.parameters)
+    parameters = tuple(_divided(parameter, sizes, local, tp, flipped) for parameter in model.parameters)
     return replace(model, dimensions=local, parameters=parameters)
 
 
-def _divided(
-    parameter: ParameterShape, sizes: Dimensions, local: Dimensions, tied: bool, tp: int, flipped: bool
-) -> ParameterShape:
-    if parameter.group == "head" or (parameter.group == "embedding" and tied):
-        if parameter.shape[0] != sizes.vocab_size:
-            return parameter
+def _divided(parameter: ParameterShape, sizes: Dimensions, local: Dimensions, tp: int, flipped: bool) -> ParameterShape:
+    if parameter.group == "head":
         return replace(parameter, shape=(-(-parameter.shape[0] // tp), *parameter.shape[1:]))
     if parameter.group not in ("attention", "mlp") or parameter.kind not in ("linear", "bias"):
         return parameter

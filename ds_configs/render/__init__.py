@@ -16,6 +16,15 @@ from .deepspeed import deepspeed_config
 from .launch import hostfile, launch_script, run_line, slurm_script
 from .training_arguments import training_arguments
 
+_CARRIERS = {
+    "tp": "AutoTP of DeepSpeed; the launch line attaches TensorParallelCallback, which other scripts need too.",
+    "pp": "the launch line trains with PipelineTrainer, whose stages follow from the plan.",
+    "sp": "Ulysses of DeepSpeed; the launch line attaches SequenceParallelCallback, which other scripts need too.",
+    "cp": "torch context parallelism under FSDP2, which Accelerate and the Trainer read from accelerate.yaml.",
+    "ep": "AutoEP of DeepSpeed; the launch line attaches ExpertParallelCallback, which other scripts need too.",
+}
+"""Who carries each axis."""
+
 
 def render_files(plan: PlanData, *, directory: str = ".") -> dict[str, str]:
     """Return the text of every file of a plan, by name; the same input gives the same bytes.
@@ -51,6 +60,7 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
         f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
         f"accelerator.",
     ]
+    lines += [f"{axis.upper()} {size}: {_CARRIERS[axis]}" for axis, size in plan.chosen.strategy.axes.items()]
     if plan.job.loss == "chunked":
         lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
     if plan.job.teacher is not None:

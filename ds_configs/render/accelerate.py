@@ -33,16 +33,39 @@ def accelerate_config(plan: PlanData, *, directory: str = ".") -> dict[str, Any]
         }
         if hardware.nodes > 1:
             config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
+        if strategy.sp > 1:
+            config["parallelism_config"] = _sequence_section(plan)
         return config
     config["mixed_precision"] = "no" if plan.job.precision == "fp32" else plan.job.precision
     if strategy.engine == "fsdp2":
         config["fsdp_config"] = _fsdp_section(plan)
-        if strategy.dp_replicate > 1:
+        if strategy.dp_replicate > 1 or strategy.cp > 1:
             config["parallelism_config"] = {
                 "parallelism_config_dp_replicate_size": strategy.dp_replicate,
                 "parallelism_config_dp_shard_size": strategy.dp_shard,
             }
+        if strategy.cp > 1:
+            config["parallelism_config"] |= {
+                "parallelism_config_cp_size": strategy.cp,
+                "parallelism_config_cp_comm_strategy": "allgather",
+            }
     return config
+
+
+def _sequence_section(plan: PlanData) -> dict[str, Any]:
+    """Sequence parallelism over DeepSpeed.
+
+    `dp_shard_size` counts the groups that share a sequence, from which Accelerate computes the batch; the attention
+    stands for the one that the model is loaded with, which the callback puts in its place.
+    """
+    strategy = plan.chosen.strategy
+    return {
+        "parallelism_config_dp_shard_size": plan.hardware.world_size // strategy.sp,
+        "parallelism_config_sp_size": strategy.sp,
+        "parallelism_config_sp_backend": "deepspeed",
+        "parallelism_config_sp_seq_length_is_variable": True,
+        "parallelism_config_sp_attn_implementation": plan.model.attention or "sdpa",
+    }
 
 
 def _distributed_type(plan: PlanData) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 from ..plan_data import PlanData
 from ..strategy import OffloadDevice, Strategy, ZeroOptions
 
+GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
+
 
 def deepspeed_config(plan: PlanData) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a plan; integers stay integers, and no key is without effect."""
@@ -31,6 +33,11 @@ def deepspeed_config(plan: PlanData) -> dict[str, Any]:
         # Accelerate would do the same unasked; written down, it is a decision: only optimizers with a CPU kernel of the
         # same arithmetic reach this point (rule offloaded_optimizer_has_cpu_kernel).
         config["zero_force_ds_cpu_optimizer"] = True
+    if strategy.tp > 1:
+        # The callback divides the layers by these values; a head of the whole vocabulary leaves logits as they were.
+        config["tensor_parallel"] = {"autotp_size": strategy.tp, "vocab_parallel_lm_head": False}
+    if strategy.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.ep}
     if strategy.zero.gradient_accumulation_fp32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
@@ -41,6 +48,9 @@ def deepspeed_config(plan: PlanData) -> dict[str, Any]:
 def _zero_section(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
     zero = strategy.zero
     section: dict[str, Any] = {"stage": strategy.zero_stage}
+    if strategy.tp > 1:
+        # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
+        section[GATHER_ON_SAVE] = True
     if strategy.zero_stage == 0:
         return section
     section |= {
@@ -70,7 +80,7 @@ def _stage3_keys(zero: ZeroOptions) -> dict[str, Any]:
         "stage3_param_persistence_threshold": zero.stage3_param_persistence_threshold,
         "stage3_max_live_parameters": zero.stage3_max_live_parameters,
         "stage3_max_reuse_distance": zero.stage3_max_reuse_distance,
-        "stage3_gather_16bit_weights_on_model_save": True,
+        GATHER_ON_SAVE: True,
         "sub_group_size": zero.sub_group_size,
     }
     if zero.hpz_partition_size > 1:

@@ -143,10 +143,12 @@ TWO_RANKS = [
     Case(family="llama-tied", accumulation=3, bf16=True),
     Case(family="llama-tied", accumulation=3, bf16=True, zero_stage=0),
     Case(family="llama-4", accumulation=4, ragged=True, dual_pipe=True),
-    Case(family="llama-4", accumulation=5, ragged=True, dual_pipe=True, zero_stage=0, optimizer="sgd"),
+    Case(family="llama-4", accumulation=5, ragged=True, dual_pipe=True, epochs=True, zero_stage=0, optimizer="sgd"),
 ]
 FOUR_RANKS = [
     Case(replicas=2, accumulation=3, ragged=True),
     Case(replicas=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
     Case(family="gpt2", replicas=2, accumulation=1, ragged=True, optimizer="sgd"),
 ]
+RESUMED = Case(family="llama-tied", accumulation=3, ragged=True, optimizer="adamw_torch")
+"""Trains in two halves too."""

@@ -8,42 +8,115 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline_cases import FOUR_RANKS, TWO_RANKS, Case, data_of, untrained_model
+import torch
+from pipeline_cases import FOUR_RANKS, RESUMED, TWO_RANKS, Case, collate, data_of, samples, untrained_model
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.pipeline_engine import whole_logits
+from shardwright.plugins.transformers import save_model_directory
 from shardwright.trainers.pipeline.trainer import PipelineTrainer
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 
-def trainer_of(case: Case, output: Path, **more: Any) -> PipelineTrainer:
+def trainer_of(case: Case, output: Path, *, model: Any = None, callbacks: Any = None, **more: Any) -> PipelineTrainer:
     overrides = configure_cpu_ranks("deepspeed")
     arguments = TrainingArguments(**case.arguments(output, pipeline=True, **more), **overrides)
+    model = untrained_model(case.family) if model is None else model
     return PipelineTrainer(
-        untrained_model(case.family), arguments, pipeline_stages=2, dual_pipe=case.dual_pipe, **data_of(case)
+        model, arguments, pipeline_stages=2, dual_pipe=case.dual_pipe, callbacks=callbacks, **data_of(case)
     )
+
+
+def logged(trainer: PipelineTrainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def run(case: Case, output: Path) -> dict[str, Any]:
     trainer = trainer_of(case, output)
-    before = trainer.evaluate()["eval_loss"]
     trainer.train()
-    after = trainer.evaluate()["eval_loss"]
+    evaluation = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(output / "model"))
-    return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
-        "evaluations": [before, after],
-    }
+    return {"losses": logged(trainer, "loss"), "norms": logged(trainer, "grad_norm"), "evaluation": evaluation}
+
+
+class Events(TrainerCallback):
+    """Counts the events of a training and what they carry."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.complete = True
+
+    def _count(self, name: str, kwargs: dict[str, Any]) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+        if "step_begin" in self.counts:
+            self.complete &= all(kwargs.get(key) is not None for key in ("model", "optimizer", "lr_scheduler"))
+            self.complete &= kwargs["model"].config.vocab_size > 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count."""
+        self._count("step_begin", kwargs)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count."""
+        self._count("substep_end", kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count."""
+        self._count("step_end", kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count."""
+        self._count("evaluate", kwargs)
+
+
+def interrupted(output: Path) -> dict[str, Any]:
+    """Train, evaluate before and in between, and train the second half again from a checkpoint of the first."""
+    events = Events()
+    more = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    more |= {"include_num_input_tokens_seen": "non_padding", "max_steps": 4, "lr_scheduler_type": "cosine"}
+    whole = trainer_of(RESUMED, output, callbacks=[events], **more)
+    before = whole.evaluate()["eval_loss"]
+    whole.train()
+    found = {"before": before, "whole": logged(whole, "loss"), "events": events.counts, "complete": events.complete}
+    found |= {"evaluations": logged(whole, "eval_loss"), "tokens": whole.state.num_input_tokens_seen}
+    probe = collate(samples(2, ragged=True, seed=5))
+    logits = whole_logits(whole.model_wrapped, (probe["input_ids"], probe["attention_mask"]), probe["labels"])
+    save_model_directory(whole, str(output / "model"))
+    if os.environ["RANK"] == "0":
+        torch.save(logits, output / "logits.pt")
+    forget_last_run()
+    resumed = trainer_of(RESUMED, output / "resumed", model=str(output / "model"), **more)
+    found["from directory"] = resumed.evaluate()["eval_loss"]
+    resumed.train(resume_from_checkpoint=str(output / "checkpoint-2"))
+    forget_last_run()
+    return {**found, "resumed": logged(resumed, "loss"), "resumed from": resumed.state.global_step}
+
+
+def upstream_norm() -> float:
+    """Return the norm that DeepSpeed computes over two stages with one gradient of 3 and one of 4."""
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+    from deepspeed.runtime.utils import clip_grad_norm_
+    from deepspeed.utils import groups
+
+    grid = PipelineParallelGrid(topology=PipeDataParallelTopology(num_pp=2, num_dp=1))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([3.0 + grid.get_stage_id()])
+    groups.mpu = grid
+    return float(clip_grad_norm_([parameter], max_norm=1e9, mpu=grid))
 
 
 def main(output: Path) -> None:
-    chosen = TWO_RANKS if os.environ["WORLD_SIZE"] == "2" else FOUR_RANKS
-    for case in chosen:
-        if os.environ.get("ONLY", "") not in case.name:
-            continue
-        found = run(case, output / case.name)
-        if os.environ["RANK"] == "0":
-            (output / f"{case.name}.json").write_text(json.dumps(found))
-        forget_last_run()
+    two = os.environ["WORLD_SIZE"] == "2"
+    record: dict[str, Any] = {}
+    only = os.environ.get("ONLY", "")
+    for case in TWO_RANKS if two else FOUR_RANKS:
+        if only in case.name:
+            record[case.name] = run(case, output / case.name)
+            forget_last_run()
+    if two and only in "interrupted":
+        record["interrupted"] = interrupted(output / "interrupted")
+        record["upstream norm"] = upstream_norm()
+    if os.environ["RANK"] == "0":
+        (output / "record.json").write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

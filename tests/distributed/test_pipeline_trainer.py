@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import FOUR_RANKS, TWO_RANKS, Case, data_of, untrained_model
+from pipeline_cases import FOUR_RANKS, RESUMED, TWO_RANKS, Case, collate, data_of, samples, untrained_model
 from shardwright.plugins.launching import torchrun
 
 pytestmark = pytest.mark.distributed
@@ -20,33 +21,45 @@ BF16_TOLERANCE = 2e-2
 """DeepSpeed computes with bf16 weights, the reference with fp32 ones under autocast."""
 
 
-def launch(ranks: int, output: Path) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the ranks of one launch wrote."""
+
+    directory: Path
+    record: dict[str, Any]
+
+
+def launch(ranks: int, output: Path) -> Launch:
     worker = Path(__file__).with_name("pipeline_worker.py")
-    tests = str(Path(__file__).parent.parent)
-    torchrun([str(worker), str(output)], ranks=ranks, timeout_seconds=240, environment={"PYTHONPATH": tests})
-    return output
+    environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    torchrun([str(worker), str(output)], ranks=ranks, timeout_seconds=400, environment=environment)
+    return Launch(directory=output, record=json.loads((output / "record.json").read_text()))
 
 
 @pytest.fixture(scope="module")
-def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where the runs of two stages wrote to."""
+def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Train in two stages."""
     return launch(2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where the runs of two stages in two replicas wrote to."""
+def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Train in two replicas of two stages."""
     return launch(4, tmp_path_factory.mktemp("four"))
 
 
-def in_one_process(case: Case, output: Path) -> tuple[Any, list[dict[str, float]]]:
-    """Train with the stock Trainer; return the model and its log."""
+def in_one_process(case: Case, output: Path, **more: Any) -> Any:
+    """Return a stock Trainer that has trained the case's global batches."""
     from transformers import Trainer, TrainingArguments
 
-    arguments = TrainingArguments(**case.single_process().arguments(output, pipeline=False), use_cpu=True)
+    arguments = TrainingArguments(**case.single_process().arguments(output, pipeline=False, **more), use_cpu=True)
     trainer = Trainer(untrained_model(case.family), arguments, **data_of(case))
     trainer.train()
-    return trainer.model, trainer.state.log_history
+    return trainer
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def token_mean_loss(model: Any, case: Case) -> float:
@@ -60,35 +73,70 @@ def token_mean_loss(model: Any, case: Case) -> float:
     return total / tokens
 
 
-def check(case: Case, directory: Path, output: Path) -> None:
+def check(case: Case, ran: Launch, output: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    found = json.loads((directory / f"{case.name}.json").read_text())
-    model, log = in_one_process(case, output)
+    found, expected = ran.record[case.name], in_one_process(case, output)
     loss_tolerance = BF16_TOLERANCE if case.bf16 else LOSS_TOLERANCE
-    losses = [entry["loss"] for entry in log if "loss" in entry]
-    assert found["losses"] == pytest.approx(losses, abs=loss_tolerance)
-    norms = [entry["grad_norm"] for entry in log if "grad_norm" in entry]
-    assert norms[0] > 0.5, "clipping must be active"
-    assert found["norms"] == pytest.approx(norms, rel=0.1 if case.bf16 else 1e-4)
-    before = token_mean_loss(untrained_model(case.family), case)
-    after = token_mean_loss(model, case)
-    assert found["evaluations"] == pytest.approx([before, after], abs=loss_tolerance)
-    if case.bf16:
-        return
-    loaded = AutoModelForCausalLM.from_pretrained(directory / case.name / "model").state_dict()
-    expected = model.state_dict()
-    assert loaded.keys() == expected.keys()
-    for name, tensor in expected.items():
+    assert found["losses"] == pytest.approx(logged(expected, "loss"), abs=loss_tolerance)
+    norms = logged(expected, "grad_norm")
+    assert norms[0] > case.arguments(output, pipeline=True)["max_grad_norm"], "clipping must be active"
+    assert found["norms"] == pytest.approx(norms, rel=0.1 if case.bf16 else 1e-5)
+    assert found["evaluation"] == pytest.approx(token_mean_loss(expected.model, case), abs=loss_tolerance)
+    loaded = AutoModelForCausalLM.from_pretrained(ran.directory / case.name / "model").state_dict()
+    trained = expected.model.state_dict()
+    assert loaded.keys() == trained.keys()
+    for name, tensor in {} if case.bf16 else trained.items():
         difference = (loaded[name] - tensor).abs().max() / tensor.abs().max()
         assert difference < WEIGHT_TOLERANCE, (name, difference)
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)
-def test_two_stages_train_as_one_process_does(case: Case, two_ranks: Path, tmp_path: Path) -> None:
+def test_two_stages_train_as_one_process_does(case: Case, two_ranks: Launch, tmp_path: Path) -> None:
     check(case, two_ranks, tmp_path)
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS, ids=lambda case: case.name)
-def test_replicas_of_two_stages_train_as_one_process_does(case: Case, four_ranks: Path, tmp_path: Path) -> None:
+def test_replicas_of_two_stages_train_as_one_process_does(case: Case, four_ranks: Launch, tmp_path: Path) -> None:
     check(case, four_ranks, tmp_path)
+
+
+def test_a_resumed_training_loses_what_an_uninterrupted_one_does(two_ranks: Launch) -> None:
+    found = two_ranks.record["interrupted"]
+    assert found["resumed from"] == len(found["whole"]) == 4
+    assert found["resumed"] == found["whole"]
+
+
+def test_evaluation_and_tokens_are_those_of_one_process(two_ranks: Launch, tmp_path: Path) -> None:
+    found = two_ranks.record["interrupted"]
+    more = {"include_num_input_tokens_seen": "non_padding", "max_steps": 4, "lr_scheduler_type": "cosine"}
+    expected = in_one_process(RESUMED, tmp_path, **more)
+    assert found["whole"] == pytest.approx(logged(expected, "loss"), abs=LOSS_TOLERANCE)
+    assert found["tokens"] == expected.state.num_input_tokens_seen
+    before, after = (token_mean_loss(model, RESUMED) for model in (untrained_model(RESUMED.family), expected.model))
+    assert [found["before"], found["evaluations"][-1]] == pytest.approx([before, after], abs=LOSS_TOLERANCE)
+    assert found["from directory"] == pytest.approx(after, abs=LOSS_TOLERANCE)
+
+
+def test_callbacks_see_every_event_with_the_trainers_parts(two_ranks: Launch) -> None:
+    found = two_ranks.record["interrupted"]
+    assert found["events"] == {"step_begin": 4, "substep_end": 8, "step_end": 4, "evaluate": 3}
+    assert found["complete"]
+
+
+def test_a_saved_model_has_the_logits_of_the_stages(two_ranks: Launch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = two_ranks.directory / "interrupted"
+    probe = collate(samples(2, ragged=True, seed=5))
+    model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
+    with torch.no_grad():
+        logits_BSV = model(input_ids=probe["input_ids"], attention_mask=probe["attention_mask"]).logits
+    seen_BS = probe["attention_mask"].bool()
+    live_BSV = torch.load(directory / "logits.pt", weights_only=True)
+    torch.testing.assert_close(live_BSV[seen_BS], logits_BSV[seen_BS], atol=1e-5, rtol=0)
+
+
+def test_deepspeed_counts_the_gradients_of_the_first_stage_alone(two_ranks: Launch) -> None:
+    """Fails when DeepSpeed counts 3 on one stage and 4 on the other as 5 (seen in 0.19.8); `repair_clipping` can go."""
+    assert two_ranks.record["upstream norm"] == 3.0

@@ -11,6 +11,8 @@ from equivalence.training import train_cases
 
 if __name__ == "__main__":
     models, output = Path(sys.argv[1]), Path(sys.argv[2])
-    wanted = sys.argv[3:]
-    cases = [case for case in cases_of(int(os.environ["WORLD_SIZE"])) if not wanted or case.layout in wanted]
+    wanted = set(sys.argv[3:])
+    cases = [
+        case for case in cases_of(int(os.environ["WORLD_SIZE"])) if not wanted or wanted & {case.layout, case.name}
+    ]
     train_cases(cases, models, output, int(os.environ["RANK"]))

@@ -6,11 +6,9 @@ import os
 from typing import Any
 
 from ...ds_configs.errors import Fault
-from ...ds_configs.parallelism.sequence import sequence_parallel_faults
+from ...ds_configs.parallelism.sequence import LENGTH_DEPENDENT_ROTATIONS, sequence_parallel_faults
 from ...plugins.transformers import deepspeed_configuration
 
-_LENGTH_DEPENDENT_ROTATIONS = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the largest position, which differs between shards."""
 _COUNTED = "train_batch_size (calculated)"
 
 
@@ -31,6 +29,7 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
         layer_types=tuple(getattr(text, "layer_types", None) or ()),
         attention_window_tokens=_window(text),
         has_equal_head_widths=_has_equal_head_widths(text),
+        rope_type=_rotation(text),
     )
     name = type(inner).__name__
     if not _loses_on_shifted_labels(inner):
@@ -39,10 +38,6 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         rule = "places images or sounds among its tokens, which cannot be cut into shards"
         faults.append(Fault(where="model", value=name, rule=rule, fix="train its text model"))
-    rotations = sorted(_rotations(text).intersection(_LENGTH_DEPENDENT_ROTATIONS))
-    if rotations:
-        rule = "turns by angles that depend on the last position of the whole sequence, which a shard does not see"
-        faults.append(Fault(where="rope_type", value=rotations[0], rule=rule, fix="use linear, yarn or llama3"))
     if any(getattr(one, "is_prompt_learning", False) for one in getattr(model, "peft_config", {}).values()):
         rule = "adds virtual tokens in front of every shard"
         faults.append(Fault(where="peft", value="prompt learning", rule=rule, fix="use LoRA"))
@@ -165,7 +160,9 @@ def _loses_on_shifted_labels(inner: Any) -> bool:
     return takes_any and "position_ids" in parameters
 
 
-def _rotations(text: Any) -> set[str]:
+def _rotation(text: Any) -> str:
+    """Return the kind of rotary embedding; where layers differ, one that shards cannot have comes first."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     sections = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-    return {str(one.get("rope_type", one.get("type", "default"))) for one in sections}
+    kinds = [str(one.get("rope_type", one.get("type", ""))) for one in sections]
+    return max(kinds, key=LENGTH_DEPENDENT_ROTATIONS.__contains__)

@@ -7,12 +7,14 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ...ds_configs.errors import Fault, UsageError
+from ...plugins.tiled_compute import share_tiled_mlps, tile_mlps
 from ...plugins.ulysses import SharedSequence, forget_sequence_parallelism
 from .checks import accept_train_batch_size, argument_faults, base_model, model_faults
+from .tiling import TiledLoss, tile_count, tiling_faults
 from .trainer_methods import LossReduction, SequenceParallelMethods, SequenceParallelRun
 
 
-class SequenceParallelCallback(TrainerCallback):  # type: ignore[misc]
+class SequenceParallelCallback(TrainerCallback):
     """Trains and evaluates a causal language model whose sequences are shared by `sequence_parallel_size` ranks.
 
     Each rank holds a part of every sequence, and within attention a part of the heads instead (DeepSpeed Ulysses,
@@ -69,7 +71,9 @@ class SequenceParallelCallback(TrainerCallback):  # type: ignore[misc]
         faults = model_faults(model, size=size, world_size=world_size, engine=engine)
         if size > 1:
             faults += argument_faults(training_arguments, size=size)
-        faults += self._tiling_faults(training_arguments, model)
+        faults += tiling_faults(
+            model, training_arguments, size=size, tiled_mlp=self.tiled_mlp, tiled_loss=self.tiled_loss
+        )
         if faults:
             raise UsageError(faults)
         if size > 1:
@@ -106,25 +110,24 @@ class SequenceParallelCallback(TrainerCallback):  # type: ignore[misc]
         if not any(callback is self for callback in trainer.callback_handler.callbacks):
             trainer.add_callback(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse to train when `attach` was forgotten."""
         if not self._attached:
             rule = "callback.attach(trainer) was not called, so that sequences would not be shared"
             fix = "call it right after Trainer(...)"
             raise UsageError(Fault(where="SequenceParallelCallback", rule=rule, fix=fix))
-
-    def _tiling_faults(self, arguments: Any, model: Any) -> list[Fault]:
-        from .tiling import tiling_faults
-
-        return tiling_faults(model, arguments, tiled_mlp=self.tiled_mlp, tiled_loss=self.tiled_loss)
+        if self.tiled_mlp and model is not None:
+            share_tiled_mlps(base_model(model))
 
     def _tile(self, trainer: Any, run: SequenceParallelRun | None) -> None:
-        from .tiling import tile_loss, tile_mlps
-
+        model = base_model(trainer.model)
         if self.tiled_mlp:
-            tile_mlps(base_model(trainer.model), self.tiled_mlp)
-        if self.tiled_loss:
-            tile_loss(trainer, run, self.tiled_loss)
+            tile_mlps(model, tile_count(self.tiled_mlp))
+        if self.tiled_loss and run is not None:
+            if run.has_own_loss:
+                rule = "computes the model's own loss, and the Trainer has another, which needs logits"
+                raise UsageError(Fault(where="tiled_loss", value=self.tiled_loss, rule=rule, fix="leave it out"))
+            run.tiled_loss = TiledLoss(trainer.model, self.tiled_loss)
 
 
 def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
@@ -172,7 +175,7 @@ def _hidden(config: Any) -> Any:
     """Return a configuration by which Accelerate shares sequences and of which the Trainer sees nothing."""
     from accelerate import ParallelismConfig
 
-    class HiddenFromTheTrainer(ParallelismConfig):  # type: ignore[misc]
+    class HiddenFromTheTrainer(ParallelismConfig):
         """Says no where transformers 5.17.0 asks (trainer.py, `sp_enabled`); Accelerate 1.15.0 reads `sp_size`."""
 
         sp_enabled = False

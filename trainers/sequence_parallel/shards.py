@@ -25,7 +25,7 @@ class Shard:
     inputs: dict[str, Any]
     """What the model reads; `position_ids` [B, L] count from the start of the whole sequence."""
     shift_labels_BL: torch.Tensor | None
-    """Label of the token that each position predicts, across the border to the next shard too; `None` without labels."""
+    """Label of the token that each position predicts, also across borders between shards; `None` without labels."""
     labelled: torch.Tensor | None
     """How many positions of the shard have a label, as a number in a tensor."""
     whole_tokens: int
@@ -51,7 +51,7 @@ def shifted_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:
     import torch
 
     if batch.get(SHIFT_LABELS) is not None:
-        return batch[SHIFT_LABELS]  # type: ignore[no-any-return]
+        return batch[SHIFT_LABELS]
     if batch.get(LABELS) is None:
         return None
     return torch.nn.functional.pad(batch[LABELS][:, 1:], (0, 1), value=IGNORED_LABEL)

@@ -36,6 +36,8 @@ class SequenceParallelRun:
     """Whether a loss other than the model's is computed from its logits."""
     tiled_loss: Any = None
     """Computes the model's loss from the input of its head; `None` for the model's own way."""
+    keeps_logits: bool = False
+    """Whether somebody reads the logits of the evaluation that goes on."""
     whole_tokens: int = 0
     """Tokens of the batch that was cut last."""
 
@@ -94,7 +96,7 @@ class SequenceParallelMethods:
         if shard.labelled is None or num_items_in_batch is None:
             rule = "batches need labels, whose number weighs the losses of shards"
             raise UsageError(Fault(where="labels", rule=rule, fix="copy input_ids and mask what is not to be learned"))
-        if run.tiled_loss is not None:
+        if run.tiled_loss is not None and not run.keeps_logits:
             result = run.tiled_loss(model, shard)
         else:
             own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=run.extends_logits)}
@@ -141,11 +143,13 @@ class SequenceParallelMethods:
     ) -> tuple[Any, Any, Any]:
         """Evaluate on shards, and join logits where somebody reads them."""
         run = self.sequence_parallel
+        run.keeps_logits = not prediction_loss_only
         with run.shared.running():
             if any(inputs.get(name) is None for name in self.label_names):  # type: ignore[attr-defined]
                 _check_samples([inputs], self.model.config._attn_implementation)  # type: ignore[attr-defined]
                 inputs = self._shard(self._prepare_inputs(inputs)).inputs  # type: ignore[attr-defined]
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        run.keeps_logits = False
         if logits is not None:
             logits = joined(logits, run.shared, whole_tokens=run.whole_tokens)
         return loss, logits, labels

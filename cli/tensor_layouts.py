@@ -1,0 +1,76 @@
+"""`plan --explain-tensor-parallel`: 1D, 2D, 2.5D and 3D tensor parallelism beside one another, analysis only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..ds_configs.hardware import HardwareSpec
+from ..ds_configs.job import TrainingJob
+from ..ds_configs.model import ModelSpec
+from ..ds_configs.parallelism.tensor_layouts import (
+    TensorLayout,
+    compare_tensor_layouts,
+    where_one_dimension_stops_paying,
+)
+from ..ds_configs.units import gigabytes
+
+_RANKS = (4, 8, 16, 64)
+"""Squares, cubes and multiples of squares, so that each layout occurs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedLayouts:
+    """The layouts at several numbers of ranks."""
+
+    layouts: tuple[TensorLayout, ...]
+    """For each number of ranks those that exist there, 1D first."""
+    first_ranks: int | None
+    """Smallest number of ranks at which another layout communicates faster than 1D; `None` when none does."""
+    reason: str
+    """The sentence that says so."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON values."""
+        return {
+            "layouts": [asdict(layout) for layout in self.layouts],
+            "one_dimension_stops_paying_at_ranks": self.first_ranks,
+            "reason": self.reason,
+        }
+
+    def show(self) -> None:
+        """Print the comparison as a table."""
+        from rich.table import Table
+        from rich.text import Text
+
+        from .show import console
+
+        out = console()
+        table = Table(
+            title="Tensor parallelism (analysis only: neither DeepSpeed nor Accelerate runs 2D, 2.5D or 3D)",
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+        )
+        for column in ("ranks", "layout", "shape", "weights GB", "activations GB", "moved GB", "seconds"):
+            table.add_column(column, justify="left" if column in ("layout", "shape") else "right")
+        for layout in self.layouts:
+            table.add_row(
+                str(layout.ranks),
+                Text(layout.name),
+                " x ".join(map(str, layout.shape)),
+                gigabytes(round(layout.weight_bytes)),
+                gigabytes(round(layout.activation_bytes)),
+                gigabytes(round(layout.communication_bytes)),
+                f"{layout.communication_seconds:.3f}",
+            )
+        out.print()
+        out.print(table)
+        out.print(self.reason, markup=False)
+
+
+def compared_layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> ComparedLayouts:
+    """Return the layouts of tensor parallelism at 4, 8, 16 and 64 ranks, on these links."""
+    layouts = tuple(layout for ranks in _RANKS for layout in compare_tensor_layouts(model, hardware, job, ranks))
+    first, reason = where_one_dimension_stops_paying(model, hardware, job)
+    return ComparedLayouts(layouts=layouts, first_ranks=first, reason=reason)

@@ -1,0 +1,247 @@
+"""The training runs under sequence parallelism that must equal one process, and how either of them is run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cases import deepspeed_configuration
+
+VOCAB = 128
+IGNORED = -100
+STEPS = 3
+SAMPLES = 36
+EVALUATED = 7
+"""Not a multiple of the batch, so that the last one is smaller."""
+MICRO_STEP_SAMPLES = 4
+"""Samples of a micro-step over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run."""
+
+    name: str
+    zero_stage: int = 2
+    ranks: int = 2
+    sequence_parallel_size: int = 2
+    accumulation: int = 1
+    optimizer: str = "sgd"
+    kv_heads: int = 2
+    tied: bool = False
+    label_smoothing: float = 0.0
+    loss: str = "model"
+    """`model`; `mean` or `sum` of a compute_loss that shifts; `aligned` of one that gets shifted labels."""
+    checkpointing: bool = False
+    tiled_mlp: int = 0
+    tiled_loss: int = 0
+    lora: bool = False
+    evaluates_logits: bool = False
+    interrupted: bool = False
+    """Saved after two steps and resumed in another Trainer."""
+    parallel: bool = True
+
+    @property
+    def alone(self) -> Case:
+        """The run in one process that this one must equal."""
+        return Case(
+            name=f"{self.name}-alone",
+            accumulation=self.accumulation,
+            optimizer=self.optimizer,
+            kv_heads=self.kv_heads,
+            tied=self.tied,
+            label_smoothing=self.label_smoothing,
+            loss=self.loss,
+            lora=self.lora,
+            evaluates_logits=self.evaluates_logits,
+            parallel=False,
+        )
+
+
+TWO_RANKS = [
+    Case(name="zero0", zero_stage=0, accumulation=3),
+    Case(name="zero2-adamw", optimizer="adamw_torch", label_smoothing=0.1),
+    Case(name="zero3-one-kv-head", zero_stage=3, accumulation=3, kv_heads=1),
+    Case(name="compute-loss-func", zero_stage=1, accumulation=3, loss="mean"),
+    Case(name="compute-loss-sum", zero_stage=3, accumulation=3, loss="sum"),
+    Case(name="aligned-labels", accumulation=3, loss="aligned", evaluates_logits=True),
+    Case(name="tiled-zero3", zero_stage=3, accumulation=3, checkpointing=True, tiled_mlp=3, tiled_loss=4),
+    Case(name="tiled-tied", accumulation=3, tied=True, tiled_mlp=3, tiled_loss=4, evaluates_logits=True),
+    Case(name="lora", lora=True, tiled_mlp=2, accumulation=3),
+    Case(name="resumed", zero_stage=2, optimizer="adamw_torch", accumulation=3, interrupted=True),
+]
+FOUR_RANKS = [
+    Case(name="sp2-dp2-zero2", ranks=4, accumulation=3, evaluates_logits=True),
+    Case(name="sp2-dp2-zero3", ranks=4, accumulation=3, zero_stage=3),
+    Case(name="sp4-fewer-kv-heads", ranks=4, sequence_parallel_size=4, accumulation=3),
+]
+
+
+def model(case: Case) -> Any:
+    """Return the model that is trained."""
+    from shardwright.plugins.peft import add_lora
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(1)
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=case.kv_heads,
+            initializer_range=0.2,
+            tie_word_embeddings=case.tied,
+        )
+    )
+    if not case.lora:
+        return made
+    # On MLPs alone: nothing before the first of them needs a gradient.
+    return add_lora(made, rank=4, targets="gate_proj,down_proj", fp32_adapters=True)
+
+
+def samples(count: int, seed: int) -> list[dict[str, list[int]]]:
+    """Return samples of ragged lengths with prompts that are not learned; one has no label at all."""
+    draw, chosen = random.Random(seed), []
+    for index in range(count):
+        ids = [draw.randrange(1, VOCAB) for _ in range(draw.randrange(4, 22))]
+        masked = len(ids) if index == 5 else index % 4
+        chosen.append({"input_ids": ids, "labels": [IGNORED] * masked + ids[masked:]})
+    return chosen
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    """Pad on the right to the longest row."""
+    import torch
+
+    longest = max(len(row["input_ids"]) for row in rows)
+    fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
+        for name, fill in fills.items()
+    }
+
+
+def shifting_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None, *, reduction: str = "mean") -> Any:
+    """Return a loss that shifts labels itself, is no cross-entropy, and is 0 on average where nothing is labelled."""
+    import torch
+
+    logits, labels = outputs.logits[:, :-1], labels[:, 1:]
+    chosen = labels != IGNORED
+    probabilities = logits.float().softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    losses = ((1 - probabilities) ** 2 - probabilities.clamp(min=1e-9).log())[chosen]
+    if num_items_in_batch is not None:
+        return losses.sum() / num_items_in_batch
+    return losses.sum() if reduction == "sum" else losses.sum() / torch.count_nonzero(chosen)
+
+
+def trainer_class(case: Case) -> type:
+    """Return the Trainer whose loss the case asks for."""
+    from transformers import Trainer
+
+    class Summing(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            inputs = dict(inputs)
+            labels = inputs.pop("labels")
+            outputs = model(**{name: value for name, value in inputs.items() if name != "shift_labels"})
+            loss = shifting_loss(outputs, labels, num_items_in_batch, reduction="sum" if case.parallel else "mean")
+            return (loss, outputs) if return_outputs else loss
+
+    class Aligned(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            import torch
+
+            inputs = dict(inputs)
+            labels = inputs.pop("labels")
+            outputs = model(**{name: value for name, value in inputs.items() if name != "shift_labels"})
+            if not case.parallel:
+                labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            summed = torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="sum")
+            count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+            return (summed / count, outputs) if return_outputs else summed / count
+
+    return {"sum": Summing, "aligned": Aligned}.get(case.loss, Trainer)
+
+
+def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
+    """Return the `TrainingArguments` of a case."""
+    from transformers import TrainingArguments
+
+    data_ranks = case.ranks // case.sequence_parallel_size if case.parallel else 1
+    engine = {"deepspeed": deepspeed_configuration(case.zero_stage)} if case.parallel else {}
+    return TrainingArguments(
+        str(directory / case.name),
+        per_device_train_batch_size=MICRO_STEP_SAMPLES // data_ranks,
+        per_device_eval_batch_size=MICRO_STEP_SAMPLES // data_ranks,
+        gradient_accumulation_steps=case.accumulation,
+        max_steps=STEPS,
+        logging_steps=1,
+        save_strategy="steps" if case.interrupted else "no",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        optim=case.optimizer,
+        learning_rate=0.5 if case.optimizer == "sgd" else 1e-3,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        label_smoothing_factor=case.label_smoothing,
+        gradient_checkpointing=case.checkpointing,
+        report_to="none",
+        disable_tqdm=True,
+        seed=11,
+        **engine,
+        **overrides,
+    )
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Return a metric of the logits of every position that a label belongs to."""
+    import numpy as np
+
+    logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    chosen = labels != IGNORED
+    best = logits.max(-1) - logits.min(-1)
+    return {"spread": float(best[chosen].mean()), "right": float(np.mean(logits.argmax(-1)[chosen] == labels[chosen]))}
+
+
+def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
+    """Return a Trainer, on shared sequences where the case says so."""
+    from shardwright.trainers.sequence_parallel.sequence_parallel_callback import SequenceParallelCallback
+
+    built, made = arguments(case, directory, overrides), model(case)
+    callback = SequenceParallelCallback(
+        case.sequence_parallel_size,
+        tiled_mlp=case.tiled_mlp or False,
+        tiled_loss=case.tiled_loss or False,
+        loss_reduction="sum" if case.loss == "sum" else "mean",
+        loss_shifts_labels=case.loss != "aligned",
+    )
+    if case.parallel:
+        callback.prepare(built, made)
+    trainer = trainer_class(case)(
+        model=made,
+        args=built,
+        train_dataset=samples(SAMPLES, 3),
+        eval_dataset=samples(EVALUATED if case.ranks == 2 else 2 * MICRO_STEP_SAMPLES, 4),
+        data_collator=padded,
+        compute_loss_func=shifting_loss if case.loss == "mean" else None,
+        compute_metrics=accuracy if case.evaluates_logits else None,
+    )
+    if case.parallel:
+        callback.attach(trainer)
+    return trainer
+
+
+def run(case: Case, directory: Path, overrides: dict[str, Any]) -> tuple[Any, list[dict[str, float]]]:
+    """Train and return the trainer and what it logged."""
+    trainer = make_trainer(case, directory, overrides)
+    trainer.train()
+    return trainer, [dict(entry) for entry in trainer.state.log_history]
