@@ -50,13 +50,13 @@ class Row:
 
 
 def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
-    """Train every case on CPU ranks, those of one axis with as many ranks in one launch, and return the readings."""
+    """Train every case on CPU ranks, those with the same number of ranks in one launch, and return the readings."""
     records: list[dict[str, object]] = []
     worker = Path(__file__).with_name("parallel_memory_worker.py")
     with tempfile.TemporaryDirectory() as directory:
-        for axis, ranks in dict.fromkeys((case.axis, case.ranks) for case in cases):
-            chosen = [asdict(case) for case in cases if (case.axis, case.ranks) == (axis, ranks)]
-            wanted, output = Path(directory) / f"{axis}{ranks}.json", Path(directory) / f"{axis}{ranks}.jsonl"
+        for ranks in sorted({case.ranks for case in cases}):
+            chosen = [asdict(case) for case in cases if case.ranks == ranks]
+            wanted, output = Path(directory) / f"{ranks}.json", Path(directory) / f"{ranks}.jsonl"
             wanted.write_text(json.dumps(chosen), encoding="utf-8")
             launch = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
             command = python_arguments([*launch, str(worker), str(wanted), str(output)])

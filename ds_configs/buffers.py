@@ -28,14 +28,17 @@ def buffer_terms(
     return at_moments({})
 
 
-def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False) -> ZeroOptions:
+def default_zero_options(
+    model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False, strategy: Strategy | None = None
+) -> ZeroOptions:
     """Return bucket and threshold sizes for a model; `lean` trades communication overlap for memory.
 
     Stage 3 follows the sizes that transformers derives from the hidden size h: bucket h², prefetch 0.9·h²,
     persistence 10·h (transformers/integrations/deepspeed.py:229). A bucket never exceeds what there is to reduce.
     Two layers of live parameters overlap gathers with computation; DeepSpeed's default of 10⁹ would fill 2 GB.
+    A `strategy` says what of the model a rank holds; without one that is everything.
     """
-    trainable = max(1000, rank_parameters(model, job).trainable)
+    trainable = max(1000, rank_parameters(model, job, strategy).trainable)
     hidden = model.dimensions.hidden_size
     if stage < 3:
         bucket = min(20_000_000 if lean else 100_000_000, trainable)
@@ -73,9 +76,9 @@ def _stage1_and_2_buckets(
     # Stage 1 counts whole gradients anyway, except where they leave for the host at once.
     counted = strategy.zero_stage == 1 and not (offload and not accumulating)
     if strategy.pp > 1:
-        # A pipeline allocates one bucket after all backward passes (stage_1_and_2.py:958).
-        reduction_terms = {"reduce_buckets": size * width, "reduce_copy": width * min(size, parameters.trainable)}
-        return at_moments({}, embedding_backward=reduction_terms)
+        # A pipeline reduces after all backward passes, and allocates another bucket for it (stage_1_and_2.py:958).
+        bucket = {"reduce_buckets": size * width}
+        return at_moments({}, loss=bucket if accumulating else {}, backward=bucket, embedding_backward=bucket)
     head, layer, embedding = _reduced_units(model, parameters)
     tied = head if model.tied_embeddings else 0
 

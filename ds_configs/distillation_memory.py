@@ -10,8 +10,8 @@ from __future__ import annotations
 from .activations import Attention, UnknownFamilyError, estimate_activations
 from .job import TrainingJob
 from .model import ModelSpec
-from .model_states import NF4_BYTES
 from .moments import Moment, Terms, at_moments
+from .rank_parameters import NF4_BYTES
 from .strategy import Strategy, ZeroOptions
 from .teacher_placement import TeacherPlacement
 from .units import pinned_block_bytes

@@ -18,107 +18,16 @@ With T trainable elements, N sharding ranks and 8-byte Adam states they read, wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .job import OPTIMIZERS, TrainingJob
-from .model import ModelSpec, lora_parameter_count
+from .model import ModelSpec
 from .moments import PHASES, Moment, Terms, at_moments
-from .parallelism.shares import rank_shares
+from .parallelism.pipeline_states import pipeline_stage0
 from .partitions import whole_tensors_of_partitions
+from .rank_parameters import RankParameters as RankParameters
+from .rank_parameters import growing_gradients as growing_gradients
+from .rank_parameters import rank_parameters as rank_parameters
+from .rank_parameters import share_parameters as share_parameters
 from .strategy import Strategy
-
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a 4-bit weight: half a byte, one byte of scale for each 64, one fp32 for each 256 scales
-(bitsandbytes NF4 with double quantization, QLoRA section 3)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankParameters:
-    """Elements that one rank trains and keeps frozen before sharding."""
-
-    trainable: int
-    """Elements with gradients and optimizer states."""
-    frozen: int
-    """Elements without."""
-    frozen_bytes: int
-    """Bytes of the frozen elements as stored."""
-    largest_trainable: int
-    """Elements of the largest single trainable tensor."""
-    trainable_tail: int
-    """Trainable elements of final norm and head, whose gradients come first."""
-    trainable_outside_layers: int
-    """Trainable elements of the tail and the embeddings, whose gradients come last unless tied to the head."""
-    layers: int
-    """Layers that share the other trainable elements."""
-    trainable_experts: int = 0
-    """Trainable elements of experts that `1 / ep` of the data-parallel ranks hold; 0 without expert parallelism."""
-
-    def shard(self, strategy: Strategy) -> int:
-        """Trainable elements whose states a rank keeps: experts are divided over the ranks that hold the same ones."""
-        ranks = strategy.shard_size
-        dense = self.trainable - self.trainable_experts
-        return -(-dense // ranks) + -(-self.trainable_experts * strategy.ep // ranks)
-
-    def state_shard(self, states: int, strategy: Strategy) -> int:
-        """Bytes that one rank keeps of `states`, those of all trainable elements of `trainable`."""
-        if not self.trainable_experts:
-            return -(-states // strategy.shard_size)
-        return -(-states * self.shard(strategy) // self.trainable)
-
-    def gradients_so_far(self, moment: Moment) -> int:
-        """Elements whose gradients exist at a moment of the backward pass, of those that are trained."""
-        in_layers = self.trainable - self.trainable_outside_layers
-        done = {
-            "head_backward": self.trainable_tail,
-            "after_head": self.trainable_tail,
-            "last_layer_backward": self.trainable_tail,
-            "after_last_layer": self.trainable_tail + in_layers // self.layers,
-            "first_layer_backward": self.trainable_tail + in_layers - in_layers // self.layers,
-            "after_first_layer": self.trainable_tail + in_layers,
-        }
-        return done.get(moment, self.trainable)
-
-
-def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Strategy | None = None) -> RankParameters:
-    """Return what a rank trains and what it keeps frozen under the job's method.
-
-    Without a strategy that is everything; with one, what the fullest rank holds before ZeRO divides it.
-    """
-    if strategy is None:
-        return share_parameters(model, job)
-    shares = rank_shares(strategy, model, job)
-    return max((share_parameters(share.model, job, ep=strategy.ep) for share in shares), key=lambda p: p.trainable)
-
-
-def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> RankParameters:
-    """Return what a rank trains and keeps frozen that holds all of `model`, its experts under expert parallelism."""
-    total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
-    if job.method == "full":
-        return RankParameters(
-            trainable=total,
-            frozen=0,
-            frozen_bytes=0,
-            largest_trainable=model.largest_parameter,
-            trainable_tail=model.tail_parameters,
-            trainable_outside_layers=model.parameters_outside_layers,
-            layers=layers,
-            trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
-        )
-    adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
-    frozen_bytes = total * job.compute_bytes
-    if job.method == "qlora":
-        quantized = model.linear_parameters(include_head=False)
-        frozen_bytes = round(quantized * NF4_BYTES) + (total - quantized) * job.compute_bytes
-    widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
-    return RankParameters(
-        trainable=adapters,
-        frozen=total,
-        frozen_bytes=frozen_bytes,
-        largest_trainable=job.lora_rank * widest,
-        trainable_tail=0,
-        trainable_outside_layers=0,
-        layers=layers,
-    )
 
 
 def optimizer_state_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
@@ -156,6 +65,8 @@ def model_state_terms(
         return _replicated(strategy, job, parameters, states)
     if strategy.engine == "fsdp2":
         return _fsdp2(strategy, job, parameters, states)
+    if strategy.zero_stage == 0 and strategy.pp > 1:
+        return pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
     if strategy.zero_stage == 0:
         return _stage0(job, parameters, states)
     if strategy.zero_stage == 3:
@@ -166,21 +77,6 @@ def model_state_terms(
         by_rank = whole_tensors_of_partitions(model, strategy.shard_size, strategy.ep)
         whole = (max(shard, *by_rank), max(shard, by_rank[-1]))
     return _stage1_and_2(strategy, job, parameters, states, whole)
-
-
-def growing_gradients(strategy: Strategy, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
-    """Return the gradient bytes of the moments at which they grow to `whole_bytes`.
-
-    With accumulation they are whole from the second micro-batch on, in its forward pass too.
-    """
-    if strategy.gradient_accumulation_steps > 1:
-        return {"loss": {"gradients": whole_bytes}, "backward": {"gradients": whole_bytes}}
-    trainable = max(1, parameters.trainable)
-    return {
-        moment: {"gradients": whole_bytes * parameters.gradients_so_far(moment) // trainable}
-        for moment, phase in PHASES.items()
-        if phase == "backward"
-    }
 
 
 def _replicated(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
@@ -232,7 +128,8 @@ def _stage1_and_2(
             return at_moments(rest, **growing_gradients(strategy, parameters, full))
         return at_moments(rest)
     rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, strategy)}
-    foreach = {"optimizer_transient": _foreach_transient(job, shard)}
+    group = parameters.largest_group_shard(strategy)
+    foreach = {"optimizer_transient": _foreach_transient(job, group)}
     if fp32_accumulation and strategy.zero_stage == 1:
         rest["gradients"] = 4 * trainable
         return at_moments(rest, backward={"gradients": full}, step=foreach)
@@ -240,11 +137,11 @@ def _stage1_and_2(
         # The partition's buffer is flat already.
         gradients = {"gradients": 4 * shard}
         return at_moments(rest, **_partition_gradients(strategy, 4 * shard, 0), step=gradients | foreach)
-    flattening = {"fp32_gradients": 4 * shard, "gradients": width * whole}
+    flattening = {"fp32_gradients": 4 * group, "gradients": width * whole}
     if width == 2:
-        flattening["flat_gradients"] = 2 * shard
+        flattening["flat_gradients"] = 2 * group
     norm = {"gradients": width * whole, "norm_copy": 8 * min(parameters.largest_trainable, shard)}
-    update = {"fp32_gradients": 4 * shard} | foreach
+    update = {"fp32_gradients": 4 * group} | foreach
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
     if strategy.zero_stage == 1:
         return at_moments(
@@ -267,8 +164,9 @@ def _whole_and_partition_gradients(
         # A pipeline reduces after all backward passes, which `embedding_backward` stands for.
         reduced = full + width * whole - found.get("backward", {}).get("gradients", 0)
         return found | {"embedding_backward": {"gradients": reduced}}
-    if strategy.gradient_accumulation_steps > 1 and strategy.shard_size == 1:
-        # A single partition takes the head's gradients over, and frees them, before those of the layers come.
+    if strategy.gradient_accumulation_steps > 1 and strategy.shard_size == strategy.ep:
+        # A single partition (of the experts, where there are more) takes gradients over and frees them as they come:
+        # those of the head, before the layers' turn.
         tail = width * parameters.trainable_tail
         return found | {"backward": {"gradients": full + width * whole - tail}, "after_head": {"gradients": tail}}
     if strategy.gradient_accumulation_steps > 1:

@@ -125,7 +125,10 @@ def expert_parallelism(candidate: Candidate) -> list[Fault]:
 
 
 def tensor_parallelism(candidate: Candidate) -> list[Fault]:
-    """tp divides heads, MLP and node, on DeepSpeed AutoTP with ZeRO 0 to 2 and dense models."""
+    """tp divides heads, MLP and node, on DeepSpeed AutoTP with ZeRO 0 to 2 and dense models.
+
+    What it may not do inside the stages of a pipeline is a rule of pipelines.
+    """
     strategy, sizes = candidate.strategy, candidate.model.dimensions
     return tensor_parallel_faults(
         tensor_parallel_size=strategy.tp,
@@ -142,7 +145,6 @@ def tensor_parallelism(candidate: Candidate) -> list[Fault]:
         method=candidate.job.method,
         sequence_parallel_size=strategy.sp,
         context_parallel_size=strategy.cp,
-        pipeline_stages=strategy.pp,
         expert_parallel_size=strategy.ep,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -24,8 +25,8 @@ from .variants import ENOUGH_TOKENS, USEFUL_TOKENS, Question, Variant, best_vari
 
 __all__ = ["ENOUGH_TOKENS", "USEFUL_TOKENS", "Evaluated", "Outcome", "micro_batches", "search"]
 
-_SHOWN_OF_AN_AXIS = 4
-"""Layouts of one axis that were not taken and are shown."""
+_SHOWN_OF_AN_AXIS = 2
+"""Sizes of one axis that were not taken and are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,8 @@ def _try_in_order(levels: list[Strategy], question: Question, faults: list[Fault
                     if any(variant.memory.fits for variant in tried):
                         later.setdefault(frozenset(level.axes), (index, asked))
                         continue
-                found = best_variant(level, asked, level=index, faults=faults)
+                unasked = level.axes and not _fixes(level, placed)
+                found = best_variant(level, asked, level=index, faults=[] if unasked else faults)
                 tried += [] if found is None else [found]
     return tried + _for_comparison(tried, levels, later)
 
@@ -229,9 +231,14 @@ def _one_for_each_layout(tried: Iterable[Variant]) -> list[Variant]:
 
 def _fewer_of_each_axis(variants: list[Variant]) -> list[Variant]:
     """Leave out all but the smallest layouts of each axis, which say enough; those without further axes all stay."""
+    smallest: dict[frozenset[tuple[str, int]], Variant] = {}
+    for variant in sorted(variants, key=lambda variant: variant.memory.gpu.high_bytes):
+        smallest.setdefault(frozenset(variant.strategy.axes.items()), variant)
+    counts: Counter[frozenset[str]] = Counter()
     shown: set[int] = set()
-    for axes in {frozenset(variant.strategy.axes) for variant in variants if variant.strategy.axes}:
-        members = [variant for variant in variants if frozenset(variant.strategy.axes) == axes]
-        members.sort(key=lambda variant: variant.memory.gpu.high_bytes)
-        shown |= {variant.level for variant in members[:_SHOWN_OF_AN_AXIS]}
+    for sizes, variant in smallest.items():
+        axes = frozenset(axis for axis, _ in sizes)
+        counts[axes] += 1
+        if counts[axes] <= _SHOWN_OF_AN_AXIS:
+            shown.add(variant.level)
     return [variant for variant in variants if not variant.strategy.axes or variant.level in shown]

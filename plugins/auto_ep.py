@@ -23,6 +23,7 @@ from typing import Any
 
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.parallelism.expert import expert_faults
+from .transformers import deepspeed_configuration
 
 SECTION = "expert_parallel"
 _BLOCK = re.compile(r"model\.layers\.\d+\.mlp")
@@ -41,10 +42,10 @@ def expert_count(config: Any) -> int:
     return next((int(count) for count in found if count), 0)
 
 
-def configuration_faults(configuration: Mapping[str, Any], ep: int) -> list[Fault]:
+def configuration_faults(configuration: Mapping[str, Any], model_config: Any, ep: int) -> list[Fault]:
     """Return what a DeepSpeed configuration says against `ep` ranks for the experts of a layer."""
     section = configuration.get(SECTION)
-    faults = [] if section is None else _section_faults(section, ep)
+    faults = [] if section is None else _section_faults(section, model_config, ep)
     zero = configuration.get("zero_optimization", {})
     for key in ("reduce_scatter", "contiguous_gradients"):
         if zero.get("stage", 0) in (1, 2) and zero.get(key, True) is False:
@@ -53,23 +54,27 @@ def configuration_faults(configuration: Mapping[str, Any], ep: int) -> list[Faul
     return faults
 
 
-def parallelism_faults(
-    configuration: Mapping[str, Any] | None, model_config: Any, ep: int, *, world_size: int
-) -> list[Fault]:
-    """Return the faults of :func:`..ds_configs.parallelism.expert.expert_faults` for a run that is about to start."""
-    configuration = configuration or {}
+def parallelism_faults(arguments: Any, model_config: Any, ep: int) -> list[Fault]:
+    """Return the faults of :func:`..ds_configs.parallelism.expert.expert_faults` for a run that is about to start.
+
+    `arguments` are `TrainingArguments`.
+    """
+    configuration = deepspeed_configuration(arguments) or {}
     zero = configuration.get("zero_optimization", {})
-    tp = int(configuration.get("tensor_parallel", {}).get("autotp_size", 1) or 1)
-    sp = int(configuration.get("sequence_parallel_size", 1) or 1)
+    axes = arguments.parallelism_config
+    tp, sp, cp = (int(getattr(axes, name, None) or 1) for name in ("tp_size", "sp_size", "cp_size"))
+    tp = max(tp, int(configuration.get("tensor_parallel", {}).get("autotp_size", 1) or 1))
+    sp = max(sp, int(configuration.get("sequence_parallel_size", 1) or 1))
     return expert_faults(
         ep=ep,
         model_type=model_config.model_type,
         num_experts=expert_count(model_config),
-        data_parallel_size=world_size // tp,
-        engine="deepspeed" if configuration else "ddp",
+        data_parallel_size=arguments.world_size // (tp * sp * cp),
+        engine="deepspeed" if configuration else "fsdp2" if arguments.fsdp else "ddp",
         zero_stage=zero.get("stage", 0),
         tp=tp,
         sp=sp,
+        cp=cp,
         hpz_partition_size=zero.get("zero_hpz_partition_size", 1),
         quantized_gradients=bool(zero.get("zero_quantized_gradients")),
         offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
@@ -96,15 +101,16 @@ def model_faults(model: Any) -> list[Fault]:
         faults.append(Fault(where="model", rule=rule, fix="train the experts, or train without expert parallelism"))
     if getattr(model.config, "router_jitter_noise", None):
         noise, rule = model.config.router_jitter_noise, "AutoEP's router adds no noise"
-        faults.append(Fault(where="router_jitter_noise", value=noise, rule=rule, fix="set it to 0 in the model's config"))
+        faults.append(
+            Fault(where="router_jitter_noise", value=noise, rule=rule, fix="set it to 0 in the model's config")
+        )
     return faults
 
 
 def write_section(configuration: dict[str, Any], model_config: Any, ep: int) -> None:
     """Complete the section for AutoEP, and make its layers leaves of ZeRO-3."""
     section = configuration.setdefault(SECTION, {"enabled": True, "autoep_size": ep})
-    if getattr(model_config, "topk_method", None) == "greedy":
-        section |= {"num_expert_groups": 1, "num_limited_groups": 1}
+    section |= _routing(model_config)
     zero = configuration.get("zero_optimization", {})
     if zero.get("stage") == 3:
         leaves = zero.setdefault("leaf_module", {})
@@ -173,7 +179,13 @@ def _expert_parameters(model: Any) -> dict[str, Any]:
     return {name: parameter for name, parameter in model.named_parameters() if name.startswith(prefixes)}
 
 
-def _section_faults(section: Any, ep: int) -> list[Fault]:
+def _routing(model_config: Any) -> dict[str, int]:
+    """Return the keys without which AutoEP would route otherwise than the model."""
+    greedy = getattr(model_config, "topk_method", None) == "greedy"
+    return {"num_expert_groups": 1, "num_limited_groups": 1} if greedy else {}
+
+
+def _section_faults(section: Any, model_config: Any, ep: int) -> list[Fault]:
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 
     if not isinstance(section, dict):
@@ -189,8 +201,10 @@ def _section_faults(section: Any, ep: int) -> list[Fault]:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1)
             fix = f"did you mean {nearest[0]!r}?" if nearest else "remove it"
-            faults.append(Fault(where=f"{SECTION}.{key}", rule="is unknown to DeepSpeed, which would ignore it", fix=fix))
-        elif key in _CHANGES_THE_MODEL:
+            faults.append(
+                Fault(where=f"{SECTION}.{key}", rule="is unknown to DeepSpeed, which would ignore it", fix=fix)
+            )
+        elif key in _CHANGES_THE_MODEL and section[key] != _routing(model_config).get(key):
             rule = "would train another function than the saved model computes"
             faults.append(Fault(where=f"{SECTION}.{key}", value=section[key], rule=rule, fix="leave it out"))
     return faults

@@ -62,7 +62,9 @@ def whole_state_dict(model: Any, shapes: Shapes, *, keep: bool) -> dict[str, Ten
 def _whole_experts(layer: Any, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
     import torch
 
-    gate, down, up = (_over_ranks(getattr(layer.experts, name), layer.ep_group, keep=keep) for name in ("w1", "w2", "w3"))
+    gate, down, up = (
+        _over_ranks(getattr(layer.experts, name), layer.ep_group, keep=keep) for name in ("w1", "w2", "w3")
+    )
     yield "gate_up_proj", torch.cat([gate, up], dim=1)
     yield "down_proj", down
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..ds_configs.errors import Fault
@@ -84,26 +84,50 @@ def keep_whole_attention(model: Any) -> None:
             model.get_submodule(name.rpartition(".")[0]).replaced = True
 
 
+def layers_without_rule(model: Any) -> list[Fault]:
+    """Return a fault for each matrix of a model that its plan does not name, before anything is divided."""
+    patterns = [_module_regex(pattern) for pattern, style in tensor_plan(model).items() if "wise" in style]
+    found = dict.fromkeys(
+        _starred(name) for name, _ in _matrices(model) if not any(pattern.fullmatch(name) for pattern in patterns)
+    )
+    return [_left_whole(name) for name in found]
+
+
 def unpartitioned_layers(model: Any, size: int) -> list[Fault]:
     """Return a fault for each matrix of a partitioned model that every rank holds whole, or unevenly.
 
     An output head that shares its weight with the token embedding is whole on purpose.
     """
-    import torch
     from deepspeed.module_inject.layers import TensorParallel_Layer
+
+    uneven = {}
+    for name, module in model.named_modules():
+        sizes = set(getattr(module, "_partition_sizes", ())) if isinstance(module, TensorParallel_Layer) else set()
+        # The rest of an odd vocabulary is padded when the logits are gathered.
+        if len(sizes) > 1 and name.rpartition(".")[2] not in ("lm_head", "embed_out"):
+            uneven[_starred(name)] = sorted(sizes)
+    faults = [
+        Fault(where=name, value=sizes, rule="is cut unevenly", fix=f"use a tp that divides it, not {size}")
+        for name, sizes in uneven.items()
+    ]
+    whole = dict.fromkeys(_starred(name) for name, _ in _matrices(model))
+    return faults + [_left_whole(name) for name in whole]
+
+
+def _matrices(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield undivided linear layers, but for an output head that shares its weight with the token embedding."""
+    import torch
     from transformers.pytorch_utils import Conv1D
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    found: dict[str, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, TensorParallel_Layer):
-            sizes = set(getattr(module, "_partition_sizes", ()))
-            if len(sizes) > 1 and name.rpartition(".")[2] not in ("lm_head", "embed_out"):
-                found[_starred(name)] = f"is cut unevenly, into {sorted(sizes)}"
-        elif isinstance(module, torch.nn.Linear | Conv1D) and id(module.weight) not in embeddings:
-            found[_starred(name)] = "was left whole on every rank by AutoTP, which has no rule for it"
-    fix = f"use tp = 1 with ZeRO-3 or a pipeline, or give DeepSpeed a rule that divides it by {size}"
-    return [Fault(where=name, rule=rule, fix=fix) for name, rule in found.items()]
+        if isinstance(module, torch.nn.Linear | Conv1D) and id(module.weight) not in embeddings:
+            yield name, module
+
+
+def _left_whole(name: str) -> Fault:
+    rule = "would stay whole on every rank: AutoTP has no rule for it"
+    return Fault(where=name, rule=rule, fix="use tp = 1 with ZeRO-3 or a pipeline, or leave this layer out")
 
 
 def forget_tensor_parallel() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.errors import ShardwrightError
 from .pipeline_loading import CheckpointTensors
+from .pipeline_tensor_parallel import own_part, whole_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,9 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def pipeline_state_dict(module: Any) -> dict[str, Tensor]:
-    """Return the tensors that this rank's stages hold, under the names of the model's checkpoint, tied ones once.
+    """Return the tensors of this rank's stages, under the names of the model's checkpoint, tied ones once.
+
+    With tensor parallelism they are whole, and every rank of a tensor-parallel group must call it.
 
     Args:
         module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
@@ -34,7 +37,10 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor]:
     module = getattr(module, "module", module)
     found: dict[str, Tensor] = {}
     for stage in module.stages:
-        found |= {name: tensor.detach() for name, tensor in stage.state_dict().items() if name != stage.tied_name}
+        for path, tensor in stage.state_dict().items():
+            if path != stage.tied_name:
+                module_path, _, name = path.rpartition(".")
+                found[path] = whole_tensor(stage.get_submodule(module_path), name, tensor.detach())
     return found
 
 
@@ -57,8 +63,10 @@ def load_pipeline_checkpoint(module: Any, directory: str | Path) -> None:
     tensors = CheckpointTensors(str(directory))
     with torch.no_grad():
         for stage in module.stages:
-            for name, tensor in stage.state_dict().items():
-                tensor.copy_(tensors.read(stage.stored_name(name), shape=tensor.shape))
+            for path, tensor in stage.state_dict().items():
+                module_path, _, name = path.rpartition(".")
+                shape, part_of = own_part(stage.get_submodule(module_path), name, tensor.shape)
+                tensor.copy_(part_of(tensors.read(stage.stored_name(path), shape=shape)))
 
 
 def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any = None) -> None:
@@ -120,6 +128,8 @@ def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
     from safetensors.torch import save_file
 
     tensors = pipeline_state_dict(module)
+    if module.tensor_parallel_rank:
+        return
     for number, names in enumerate(_files(tensors)):
         part = {name: tensors[name].cpu().contiguous() for name in names}
         save_file(part, directory / f"{prefix}-{number:05d}.safetensors", metadata={"format": "pt"})
@@ -145,7 +155,7 @@ def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
     parts = module.source
     written = deepcopy(parts.config if config is None else config)
     written.architectures = [parts.model_class]
-    written.dtype = next(iter(pipeline_state_dict(module).values())).dtype
+    written.dtype = next(module.stages[0].parameters()).dtype
     written.save_pretrained(unfinished)
     if parts.generation_config is not None:
         parts.generation_config.save_pretrained(unfinished)

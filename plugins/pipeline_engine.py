@@ -183,11 +183,11 @@ class ShapeWatch:
     """Makes both ends of a stage border forget the shape of activations when the next micro-batches have another."""
 
     def __init__(self) -> None:
-        self._last: tuple[int, tuple[int, ...]] | None = None
+        self._last: tuple[Any, ...] = ()
 
-    def expect(self, engine: Any, shape: Sequence[int]) -> None:
-        """Say that the next micro-batches of an engine have tokens of this shape; all stages must say the same."""
-        now = (id(engine), tuple(shape))
+    def expect(self, engine: Any, inputs: Sequence[torch.Tensor]) -> None:
+        """Say that the next micro-batches of an engine are like these inputs; all stages must say the same."""
+        now = (id(engine), *((tuple(tensor.shape), tensor.dtype) for tensor in inputs))
         if now != self._last:
             engine.reset_activation_shape()
             self._last = now

@@ -207,7 +207,7 @@ class CheckpointTensors:
             raise UsageError(Fault(where=self._source, value=self._files[stored], rule="this file is missing"))
         with safe_open(path, framework="pt") as file:
             found: Tensor = file.get_tensor(stored)
-        if found.shape != shape:
+        if tuple(found.shape) != tuple(shape):
             rule = f"has shape {tuple(found.shape)}, the config needs {tuple(shape)}"
             raise UsageError(Fault(where=self._source, value=name, rule=rule))
         return found

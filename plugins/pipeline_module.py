@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import comm
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
 from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.parallelism.pipeline import stage_faults
+from ..ds_configs.parallelism.pipeline import stage_faults, tensor_faults
 from ..ds_configs.parallelism.stages import PipelineStage
+from ..ds_configs.parallelism.tensor import tensor_parallel_faults
 from .pipeline_loading import StageParts
 from .pipeline_stage import CausalLMStage, causal_lm_loss
 
@@ -43,8 +45,8 @@ class _CausalLM:
         if not self.source.tied or first == last:
             return {}
         tied: dict[str, Any] = {}
-        for data_rank in range(self._grid.data_parallel_size):
-            ranks = [self._grid.stage_to_global(stage_id=stage, data=data_rank) for stage in (first, last)]
+        for place in self._places():
+            ranks = [self._grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
             group = comm.new_group(ranks=ranks)
             if self.global_rank not in ranks:
                 continue
@@ -55,6 +57,30 @@ class _CausalLM:
             # The norm of the gradient counts the matrix once.
             module.weight.ds_pipe_replicated = self.global_rank != ranks[0]
         return tied
+
+    def _places(self: Any) -> list[dict[str, int]]:
+        """Return the coordinates of each pipeline of the grid."""
+        replicas = [{"data": data} for data in range(self._grid.data_parallel_size)]
+        if self.tensor_parallel_size == 1:
+            return replicas
+        return [place | {"model": rank} for place in replicas for rank in range(self.tensor_parallel_size)]
+
+    def _partition_layers(self: Any, method: str = "uniform") -> None:
+        # The grid exists from here on, and the layers are built next.
+        if self.tensor_parallel_size > 1:
+            for spec in self._layer_specs:
+                spec.module_kwargs["tensor_group"] = self._grid.get_slice_parallel_group()
+        super()._partition_layers(method)  # type: ignore[misc]
+
+    @property
+    def tensor_parallel_size(self: Any) -> int:
+        """Ranks that hold a stage together."""
+        return int(self._grid.get_slice_parallel_world_size())
+
+    @property
+    def tensor_parallel_rank(self: Any) -> int:
+        """Which of them this is."""
+        return int(self._grid.get_slice_parallel_rank())
 
     @property
     def stages(self: Any) -> tuple[CausalLMStage, ...]:
@@ -91,13 +117,15 @@ def build_pipeline_module(
     activation_checkpointing: bool = False,
     dual_pipe: bool = False,
     dynamic_shape: bool = True,
+    tensor_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
 ) -> CausalLMPipeline | CausalLMDualPipe:
     """Return the module that `deepspeed.initialize` trains; every rank calls it, with the process group ready.
 
-    Ranks are laid out as DeepSpeed does: `rank = stage * data_parallel_size + data_parallel_rank`.
+    Ranks are laid out as DeepSpeed does, `rank = (stage * replicas + replica) * tensor_parallel_size + tensor_rank`, so
+    that neighbours share the layers of a stage and the most distant ranks only pass activations on.
 
     Args:
         model: A live model, whose own modules the stage holds; one on the meta device; or the directory or Hub id of a
@@ -106,6 +134,8 @@ def build_pipeline_module(
         activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
         dual_pipe: Whether DualPipeV runs it.
         dynamic_shape: Whether micro-batches may differ in shape; each then sends its shape ahead. Not with DualPipeV.
+        tensor_parallel_size: Ranks that hold the layers of a stage together. The DeepSpeed configuration then needs
+            `pipeline_tensor_parallel.ENGINE_SECTION`; a live model's matrices are cut in place.
         dtype: Weights of a checkpoint are cast to it; `None` keeps the dtype of its config.
         attn_implementation: Attention of a model from a checkpoint.
         revision: Revision of a Hub id.
@@ -124,8 +154,10 @@ def build_pipeline_module(
         stages=max(1, pipeline_ranks),
         num_layers=parts.config.num_hidden_layers,
         world_size=comm.get_world_size(),
+        tensor_parallel_size=tensor_parallel_size,
         dual_pipe=dual_pipe,
     )
+    faults += _tensor_faults(parts.config, tensor_parallel_size, dual_pipe=dual_pipe)
     if faults:
         raise UsageError(faults)
     specs = [
@@ -136,13 +168,36 @@ def build_pipeline_module(
         module: CausalLMPipeline | CausalLMDualPipe = module_class(
             parts,
             layers=specs,
-            num_stages=pipeline_ranks,
+            topology=_topology(pipeline_ranks, tensor_parallel_size),
             loss_fn=causal_lm_loss,
             partition_method="uniform",
             dynamic_shape=dynamic_shape,
         )
     parts.release()
     return module
+
+
+def _topology(stages: int, tensor_ranks: int) -> Any:
+    replicas = comm.get_world_size() // (stages * tensor_ranks)
+    if tensor_ranks == 1:
+        return PipeDataParallelTopology(num_pp=stages, num_dp=replicas)
+    return PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor_ranks, num_dp=replicas)
+
+
+def _tensor_faults(config: Any, size: int, *, dual_pipe: bool) -> list[Fault]:
+    if size == 1:
+        return []
+    faults = tensor_faults(model_type=config.model_type, tensor_parallel_size=size, dual_pipe=dual_pipe)
+    if faults:
+        return faults
+    return tensor_parallel_faults(
+        tensor_parallel_size=size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        model_type=config.model_type,
+    )
 
 
 def _stages_faults(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..ds_configs.parallelism.stages import PipelineStage
 from .pipeline_families import attention_masks
 from .pipeline_loading import StageParts
+from .pipeline_tensor_parallel import divide_layer
 
 
 def stage_inputs(
@@ -35,7 +36,7 @@ def stage_inputs(
 
 
 def _mask_and_positions(others: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    positions = next((tensor for tensor in others if tensor.dtype == torch.int32), *others[1:2] or (None,))
+    positions = next((tensor for tensor in others if tensor.dtype == torch.int32), None)
     mask = next((tensor for tensor in others if tensor is not positions), None)
     return mask, positions
 
@@ -49,12 +50,30 @@ class CausalLMStage(nn.Module):
     stage returns logits.
     """
 
-    def __init__(self, parts: StageParts, stage: PipelineStage, *, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        parts: StageParts,
+        stage: PipelineStage,
+        *,
+        activation_checkpointing: bool = False,
+        tensor_group: Any = None,
+    ) -> None:
+        """Take the modules of a stage.
+
+        Args:
+            parts: Where they come from.
+            stage: Which they are.
+            activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
+            tensor_group: Ranks that hold the matrices of the layers together; `None` when this rank holds them whole.
+        """
         super().__init__()
         self.config, self.stage, self._family = parts.config, stage, parts.family
-        names = parts.names(stage)
-        for name in names:
-            _attach(self, name, parts.part(name))
+        for name in parts.names(stage):
+            module = parts.part(name)
+            # One after the other, so that no more than one layer is whole.
+            if tensor_group is not None and name.startswith(f"{self._family.layers}."):
+                divide_layer(module, tensor_group)
+            _attach(self, name, module)
         self.tied_name = f"{parts.family.head}.weight" if parts.tied and stage.has_head else None
         """Name of the head's weight where it is the token embedding's, which another stage may hold."""
         if activation_checkpointing:

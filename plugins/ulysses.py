@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     import torch
 
+_STOCK_MODULE = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _DATA_GROUPS: dict[tuple[int, int], Any] = {}
 
 
@@ -181,3 +182,6 @@ def forget_sequence_parallelism() -> None:
             function = ALL_ATTENTION_FUNCTIONS[name]
             if isinstance(function, _ChosenAttention):
                 ALL_ATTENTION_FUNCTIONS[name] = function.core
+            elif getattr(function, "__module__", "") == _STOCK_MODULE:
+                # The function that DeepSpeed hid is still in the mapping of the class.
+                del ALL_ATTENTION_FUNCTIONS[name]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, no_activations, public_model
 from shardwright.ds_configs.buffers import default_zero_options
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.hardware import parse_hardware
 from shardwright.ds_configs.host_memory import estimate_host_memory, pinned_block_bytes
 from shardwright.ds_configs.job import TrainingJob

@@ -271,7 +271,7 @@ def on_one_rank(source, dtype=None) -> SimpleNamespace:
     """What the checkpoint functions ask of a module, with all stages on this rank."""
     parts = StageParts(source, dtype=dtype)
     stages = tuple(CausalLMStage(parts, stage) for stage in balanced_stages([1.0] * LAYERS, stages=2))
-    return SimpleNamespace(stages=stages, source=parts, stage_id=0, data_parallel_rank=0)
+    return SimpleNamespace(stages=stages, source=parts, stage_id=0, data_parallel_rank=0, tensor_parallel_rank=0)
 
 
 @torch.no_grad()
@@ -386,6 +386,7 @@ def test_a_legal_pipeline_has_no_faults():
     assert pipeline_faults(**LEGAL) == []
     assert pipeline_faults(**LEGAL, dual_pipe=True) == []
     assert pipeline_faults(**LEGAL, offload_optimizer="cpu") == []
+    assert pipeline_faults(**LEGAL, tensor_parallel_size=2) == []
     # One stage is no pipeline, whatever else is set.
     assert pipeline_faults(**LEGAL | {"stages": 1, "zero_stage": 3, "model_type": "bert"}) == []
 
@@ -404,7 +405,9 @@ def test_a_legal_pipeline_has_no_faults():
         ({"sequence_parallel_size": 2}, "sp", "use sp = 1 or pp = 1"),
         ({"context_parallel_size": 2}, "cp", "FSDP2"),
         ({"expert_parallel_size": 2}, "ep", "has experts"),
-        ({"tensor_parallel_size": 2}, "tp", "AutoTP"),
+        ({"tensor_parallel_size": 4}, "pp * tp", "4 % 8 = 4"),
+        ({"tensor_parallel_size": 2, "model_type": "phi3"}, "tp", "not of phi3"),
+        ({"tensor_parallel_size": 2, "dual_pipe": True}, "tp", "1F1B"),
         ({"model_type": "bloom"}, "model_type", "gemma2, gpt2"),
         ({"method": "lora"}, "method", "use full"),
         ({"dual_pipe": True, "micro_batches": 3}, "gradient_accumulation_steps", "2 * pp = 4"),
@@ -419,7 +422,7 @@ def test_each_rule_names_value_and_way_out(change, where, says):
 
 
 def test_all_faults_come_together():
-    broken = {"stages": 5, "zero_stage": 3, "model_type": "bert", "method": "qlora", "tensor_parallel_size": 2}
+    broken = {"stages": 5, "zero_stage": 3, "model_type": "bert", "method": "qlora", "sequence_parallel_size": 2}
     assert len(pipeline_faults(**LEGAL | broken)) == 6
 
 

@@ -32,6 +32,8 @@ class PlannedParallelism:
     """One for each axis that a callback of the stock Trainer runs."""
     pipeline_stages: int | tuple[PipelineStage, ...] = 1
     """Stages of the pipeline, or which layers each holds; 1 without a pipeline."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the matrices of one pipeline stage; without a pipeline a callback divides them."""
 
     @property
     def is_pipeline(self) -> bool:
@@ -49,6 +51,8 @@ class PlannedParallelism:
         if self.is_pipeline:
             from .pipeline.trainer import PipelineTrainer
 
+            if self.tensor_parallel_size > 1:
+                settings["tensor_parallel_size"] = self.tensor_parallel_size
             trainer: Any = PipelineTrainer(model=model, args=args, pipeline_stages=self.pipeline_stages, **settings)
         else:
             from transformers import Trainer
@@ -93,12 +97,16 @@ def parallelism_of(strategy: Strategy, *, stages: Sequence[PipelineStage] = ()) 
         from . import ExpertParallelCallback
 
         callbacks.append(ExpertParallelCallback(strategy.ep))
-    if strategy.tp > 1:
+    if strategy.tp > 1 and strategy.pp == 1:
         from . import TensorParallelCallback
 
         callbacks.append(TensorParallelCallback(strategy.tp))
     assert len(stages) in (0, strategy.pp), "stages belong to the strategy"
-    return PlannedParallelism(callbacks=tuple(callbacks), pipeline_stages=tuple(stages) or strategy.pp)
+    return PlannedParallelism(
+        callbacks=tuple(callbacks),
+        pipeline_stages=tuple(stages) or strategy.pp,
+        tensor_parallel_size=strategy.tp if strategy.pp > 1 else 1,
+    )
 
 
 def planned_parallelism(plan: Plan) -> PlannedParallelism:

@@ -33,7 +33,8 @@ def best_three_dimensional(question: Question, *, lost_seconds: float) -> tuple[
     cheaper = sorted(entry for entry in costed if entry[0] < lost_seconds)
     for _, _, strategy, why_not in cheaper[:_MOST]:
         found = best_variant(strategy, question, level=0, faults=[], judge=_sizes_only)
-        if found is not None and found.memory.fits:
+        # What loads such a model would decide about host memory.
+        if found is not None and found.memory.gpu.fits:
             return found.strategy, found.memory, why_not
     return None
 

@@ -1,7 +1,8 @@
 """Layouts with tensor, pipeline, sequence, context or expert parallelism that the search tries.
 
-One axis at a time beside data parallelism, since no two of them run together today (`parallel_rules.py`). Tensor with
-pipeline parallelism, the 3-D layout of large clusters, is costed all the same and marked as analysis only.
+One axis at a time beside data parallelism, and tensor with pipeline parallelism, the 3-D layout of large clusters; no
+other two run together (`parallel_rules.py`). For families whose stages several ranks cannot hold, the 3-D layout is
+costed all the same and marked as analysis only.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import replace
 from itertools import product
 
 from ..candidate import Candidate
+from ..errors import Fault
 from ..hardware import HardwareSpec
 from ..job import TrainingJob
 from ..model import ModelSpec
-from ..parallel_rules import AXIS_RULES, pipeline_parallelism
+from ..parallel_rules import AXIS_RULES
 from ..strategy import Strategy
 
 ENGINES_OF_AXIS: Mapping[str, tuple[str, ...]] = {
@@ -65,6 +67,17 @@ def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offl
             continue
         for size in sizes:
             yield {axis: size}
+    if offload == "none" and not fixed.keys() & {"tp", "pp"} and job.teacher is None:
+        for tp, pp in _pairs(model, hardware):
+            yield {"tp": tp, "pp": pp}
+
+
+def _pairs(model: ModelSpec, hardware: HardwareSpec) -> Iterator[tuple[int, int]]:
+    """Yield sizes of tensor and pipeline parallelism that divide the ranks together."""
+    sizes = _sizes(model, hardware)
+    for tp, pp in product(sizes["tp"], sizes["pp"]):
+        if hardware.world_size % (tp * pp) == 0:
+            yield tp, pp
 
 
 def _sizes(model: ModelSpec, hardware: HardwareSpec) -> dict[str, list[int]]:
@@ -102,20 +115,16 @@ def three_dimensional(
     """
     if job.strategy != "auto" or any(size is not None for size in job.axis_sizes.values()) or job.teacher is not None:
         return
-    sizes = _sizes(model, hardware)
-    for tp, pp in product(sizes["tp"], sizes["pp"]):
-        if hardware.world_size % (tp * pp) or job.method != "full":
-            continue
+    for tp, pp in _pairs(model, hardware):
         strategy = with_axes(base, {"tp": tp, "pp": pp}, hardware)
         alone = (with_axes(base, {"tp": tp}, hardware), with_axes(base, {"pp": pp}, hardware))
         if any(_axis_faults(layout, model, hardware, job) for layout in alone):
             continue
-        candidate = Candidate(strategy=strategy, model=model, hardware=hardware, job=job)
-        faults = pipeline_parallelism(candidate)
+        faults = _axis_faults(strategy, model, hardware, job)
         if faults:
             yield strategy, faults[0].rule
 
 
-def _axis_faults(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> bool:
+def _axis_faults(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Fault]:
     candidate = Candidate(strategy=strategy, model=model, hardware=hardware, job=job)
-    return any(rule(candidate) for rule in AXIS_RULES)
+    return [fault for rule in AXIS_RULES for fault in rule(candidate)]

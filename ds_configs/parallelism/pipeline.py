@@ -12,6 +12,8 @@ from .stages import bubble_fraction
 
 PIPELINE_MODEL_TYPES = ("gemma2", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Families whose causal language model can be cut into stages."""
+TENSOR_PARALLEL_PIPELINES = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
+"""Families whose stages several ranks can hold together; the others fuse or transpose what is cut."""
 LARGEST_BUBBLE_PERCENT = 20
 """Idle share of a step above which a remark says so."""
 
@@ -55,10 +57,16 @@ def pipeline_faults(
     """
     if stages == 1 and not dual_pipe:
         return []
-    faults = stage_faults(stages=stages, num_layers=num_layers, world_size=world_size, dual_pipe=dual_pipe)
+    faults = stage_faults(
+        stages=stages,
+        num_layers=num_layers,
+        world_size=world_size,
+        tensor_parallel_size=tensor_parallel_size,
+        dual_pipe=dual_pipe,
+    )
     faults += _engine_faults(stages, engine, zero_stage, offload_optimizer, offload_param)
+    faults += tensor_faults(model_type=model_type, tensor_parallel_size=tensor_parallel_size, dual_pipe=dual_pipe)
     axes = {
-        "tp": tensor_parallel_size,
         "sp": sequence_parallel_size,
         "cp": context_parallel_size,
         "ep": expert_parallel_size,
@@ -71,9 +79,14 @@ def pipeline_faults(
 
 
 def stage_faults(
-    *, stages: int, num_layers: int, world_size: int | None = None, dual_pipe: bool = False
+    *,
+    stages: int,
+    num_layers: int,
+    world_size: int | None = None,
+    tensor_parallel_size: int = 1,
+    dual_pipe: bool = False,
 ) -> list[Fault]:
-    """Return faults of the number of stages: 1 <= p (2p with DualPipeV) <= layers, and p divides the ranks."""
+    """Return faults of the number of stages: 1 <= p (2p with DualPipeV) <= layers, and p * tp divides the ranks."""
     parts_per_rank = 2 if dual_pipe else 1
     faults = []
     largest = num_layers // parts_per_rank
@@ -85,8 +98,23 @@ def stage_faults(
         faults.append(
             Fault(where="pp", value=1, rule="DualPipeV passes micro-batches between ranks", fix="use 2 or more")
         )
-    fault = None if world_size is None else divides("pp", stages, world_size, "the ranks")
+    where = "pp" if tensor_parallel_size == 1 else "pp * tp"
+    fault = None if world_size is None else divides(where, stages * tensor_parallel_size, world_size, "the ranks")
     return faults if fault is None else [*faults, fault]
+
+
+def tensor_faults(*, model_type: str, tensor_parallel_size: int, dual_pipe: bool = False) -> list[Fault]:
+    """Return faults of stages that several ranks hold together; heads and widths are tensor parallelism's own rules."""
+    if tensor_parallel_size == 1:
+        return []
+    faults = []
+    if model_type in PIPELINE_MODEL_TYPES and model_type not in TENSOR_PARALLEL_PIPELINES:
+        rule = f"in a pipeline cuts the layers of {', '.join(TENSOR_PARALLEL_PIPELINES)}, not of {model_type}"
+        faults.append(Fault(where="tp", value=tensor_parallel_size, rule=rule, fix="use tp = 1 or pp = 1"))
+    if dual_pipe:
+        rule = "runs in a pipeline with 1F1B, not with DualPipeV"
+        faults.append(Fault(where="tp", value=tensor_parallel_size, rule=rule, fix="use tp = 1 or 1F1B"))
+    return faults
 
 
 def micro_batch_faults(*, stages: int, micro_batches: int, dual_pipe: bool = False) -> list[Fault]:
@@ -148,7 +176,6 @@ def _engine_faults(
 
 def _axis_faults(stages: int, axes: dict[str, int]) -> list[Fault]:
     reasons = {
-        "tp": "AutoTP finds no policy for the stages of a pipeline (deepspeed/module_inject/auto_tp.py, supported)",
         "sp": "DeepSpeed's grid has pipe, data and model axes only (deepspeed/runtime/pipe/topology.py)",
         "cp": "it runs on FSDP2, which pipelines exclude",
         "ep": "no family that can be cut into stages has experts",

@@ -14,8 +14,30 @@ from ..errors import Fault
 LARGEST_ZERO_STAGE = 2
 """ZeRO-3 divides over the data-parallel ranks what `tp` has divided already, and gathers it again in every layer."""
 
-TENSOR_PARALLEL_FAMILIES = frozenset({"gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3"})
+TENSOR_PARALLEL_FAMILIES = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "starcoder2",
+    }
+)
 """`model_type`s whose losses, weights and checkpoints were shown equal to those of one process."""
+
+WITHOUT_VOCABULARY_PARALLEL_HEAD: Mapping[str, str] = {
+    "gemma": "scales its token embedding",
+    "gemma2": "scales its token embedding",
+    "olmo2": "splits the input of its output projections, as a head would",
+    "phi3": "splits the input of its output projections, as a head would",
+}
+"""Families whose output head AutoTP does not divide by the vocabulary, and why (module_inject/layers.py)."""
 
 WITHOUT_TENSOR_PLAN: Mapping[str, str] = {
     "gpt2": "keeps its weights in Conv1D, transposed and with query, key and value fused, which AutoTP does not cut",
@@ -91,6 +113,7 @@ def tensor_parallel_faults(
         _family_fault(model_type, num_experts, tensor_parallel_size, where),
         _engine_fault(engine, zero_stage, tensor_parallel_size, where),
         _method_fault(method, tensor_parallel_size, where),
+        _head_fault(model_type) if vocabulary_parallel_head else None,
     ]
     others = {
         "sp": sequence_parallel_size,
@@ -123,6 +146,13 @@ def _engine_fault(engine: str, zero_stage: int | None, size: int, where: str) ->
         rule = f"runs with ZeRO stages 0 to {LARGEST_ZERO_STAGE}, not {zero_stage}"
         return Fault(where=where, value=size, rule=rule, fix=f"{fix}, or tp = 1")
     return None
+
+
+def _head_fault(model_type: str | None) -> Fault | None:
+    if model_type not in WITHOUT_VOCABULARY_PARALLEL_HEAD:
+        return None
+    rule = f"does not go with {model_type}, which {WITHOUT_VOCABULARY_PARALLEL_HEAD[model_type]}"
+    return Fault(where="vocabulary_parallel_head", value=True, rule=rule, fix="use False")
 
 
 def _method_fault(method: str, size: int, where: str) -> Fault | None:

@@ -60,7 +60,9 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
         f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
         f"accelerator.",
     ]
-    lines += [f"{axis.upper()} {size}: {_CARRIERS[axis]}" for axis, size in plan.chosen.strategy.axes.items()]
+    axes = plan.chosen.strategy.axes
+    carriers = _CARRIERS | ({"tp": "the stages of the pipeline divide their layers by it."} if "pp" in axes else {})
+    lines += [f"{axis.upper()} {size}: {carriers[axis]}" for axis, size in axes.items()]
     if plan.job.loss == "chunked":
         lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
     if plan.job.teacher is not None:

@@ -33,7 +33,10 @@ def deepspeed_config(plan: PlanData) -> dict[str, Any]:
         # Accelerate would do the same unasked; written down, it is a decision: only optimizers with a CPU kernel of the
         # same arithmetic reach this point (rule offloaded_optimizer_has_cpu_kernel).
         config["zero_force_ds_cpu_optimizer"] = True
-    if strategy.tp > 1:
+    if strategy.tp > 1 and strategy.pp > 1:
+        # The stages divide their own layers; DeepSpeed's partition of what passes between them is not part of that.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    elif strategy.tp > 1:
         # The callback divides the layers by these values; a head of the whole vocabulary leaves logits as they were.
         config["tensor_parallel"] = {"autotp_size": strategy.tp, "vocab_parallel_lm_head": False}
     if strategy.ep > 1:
@@ -48,7 +51,7 @@ def deepspeed_config(plan: PlanData) -> dict[str, Any]:
 def _zero_section(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
     zero = strategy.zero
     section: dict[str, Any] = {"stage": strategy.zero_stage}
-    if strategy.tp > 1:
+    if strategy.tp > 1 and strategy.pp == 1:
         # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
         section[GATHER_ON_SAVE] = True
     if strategy.zero_stage == 0:

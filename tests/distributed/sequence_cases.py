@@ -13,10 +13,9 @@ VOCAB = 128
 IGNORED = -100
 STEPS = 3
 SAMPLES = 36
-EVALUATED = 7
-"""Not a multiple of the batch, so that the last one is smaller."""
-MICRO_STEP_SAMPLES = 4
-"""Samples of a micro-step over all ranks."""
+EVALUATED = {2: 7, 4: 8}
+"""Samples of an evaluation by ranks. One sequence at a time allows a smaller last batch; several are filled up with
+samples from the start, as under plain data parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +27,8 @@ class Case:
     ranks: int = 2
     sequence_parallel_size: int = 2
     accumulation: int = 1
+    micro_step_samples: int = 4
+    """Samples of a micro-step over all ranks."""
     optimizer: str = "sgd"
     kv_heads: int = 2
     tied: bool = False
@@ -48,6 +49,7 @@ class Case:
         """The run in one process that this one must equal."""
         return Case(
             name=f"{self.name}-alone",
+            ranks=self.ranks,
             accumulation=self.accumulation,
             optimizer=self.optimizer,
             kv_heads=self.kv_heads,
@@ -179,8 +181,8 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     engine = {"deepspeed": deepspeed_configuration(case.zero_stage)} if case.parallel else {}
     return TrainingArguments(
         str(directory / case.name),
-        per_device_train_batch_size=MICRO_STEP_SAMPLES // data_ranks,
-        per_device_eval_batch_size=MICRO_STEP_SAMPLES // data_ranks,
+        per_device_train_batch_size=case.micro_step_samples // data_ranks,
+        per_device_eval_batch_size=case.micro_step_samples // data_ranks,
         gradient_accumulation_steps=case.accumulation,
         max_steps=STEPS,
         logging_steps=1,
@@ -230,7 +232,7 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         model=made,
         args=built,
         train_dataset=samples(SAMPLES, 3),
-        eval_dataset=samples(EVALUATED if case.ranks == 2 else 2 * MICRO_STEP_SAMPLES, 4),
+        eval_dataset=samples(EVALUATED[case.ranks], 4),
         data_collator=padded,
         compute_loss_func=shifting_loss if case.loss == "mean" else None,
         compute_metrics=accuracy if case.evaluates_logits else None,

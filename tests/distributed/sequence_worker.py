@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def refusals(output: Path) -> dict[str, str]:
     }
 
 
-def stock(case: Case, output: Path, samples_of_a_rank: int) -> str:
+def stock(case: Case, output: Path) -> str:
     """Return how the Trainer's own sequence parallelism fails on these ranks; empty when it does not."""
     import torch
     from shardwright.trainers.sequence_parallel.sequence_parallel_callback import parallelism_config
@@ -107,9 +106,7 @@ def stock(case: Case, output: Path, samples_of_a_rank: int) -> str:
         positions = torch.arange(12).expand(len(rows), -1).contiguous()
         return {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
 
-    built = arguments(replace(case, name="stock"), output, configure_cpu_ranks("deepspeed"))
-    built.per_device_train_batch_size = samples_of_a_rank
-    built.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = samples_of_a_rank
+    built = arguments(case, output, configure_cpu_ranks("deepspeed"))
     built.parallelism_config = parallelism_config(2, built.world_size, attention="sdpa")
     built.eval_strategy = "no"
     try:
@@ -126,9 +123,8 @@ def main(output: Path) -> None:
     for case in TWO_RANKS if two else FOUR_RANKS:
         train(case, output)
     found = refusals(output) if two else {}
-    found["stock"] = stock(TWO_RANKS[1] if two else FOUR_RANKS[0], output, 2 if two else 1)
-    if os.environ["RANK"] == "0":
-        (output / "messages.json").write_text(json.dumps(found))
+    found["stock"] = stock(Case(name="stock", ranks=2 if two else 4, micro_step_samples=2), output)
+    (output / f"messages-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cases import WORKER_ENVIRONMENT
 from sequence_cases import FOUR_RANKS, STEPS, TWO_RANKS, Case, run
 from shardwright.plugins.launching import torchrun
@@ -15,9 +14,10 @@ from shardwright.plugins.launching import torchrun
 pytestmark = pytest.mark.distributed
 
 LOSS_TOLERANCE = 1e-5
-"""Sums in another order. Seen: 2e-6."""
-WEIGHT_TOLERANCE = 1e-5
-"""Largest difference of a weight, relative to its tensor's largest. Seen: 1e-6."""
+"""Sums in another order. Seen: 1e-6; 9e-6 of a norm."""
+WEIGHT_TOLERANCE = 1e-4
+"""Largest difference of a weight, relative to its tensor's largest. Seen: 5e-7 with SGD; 4e-5 with Adam, which divides
+gradients near 0 by their own size."""
 
 
 def launched(ranks: int, output: Path) -> Path:
@@ -34,6 +34,10 @@ def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launched(4, tmp_path_factory.mktemp("sequence-4"))
+
+
+def messages(output: Path, name: str) -> list[str]:
+    return [json.loads(path.read_text())[name] for path in sorted(output.glob("messages-*.json"))]
 
 
 def values(logs: list[dict[str, Any]], name: str) -> list[float]:
@@ -81,14 +85,14 @@ def test_four_ranks_equal_one(case: Case, four_ranks: Path, tmp_path: Path) -> N
     ],
 )
 def test_ranks_refuse(asked: str, told: str, two_ranks: Path) -> None:
-    assert told in json.loads((two_ranks / "messages.json").read_text())[asked]
+    assert all(told in said for said in messages(two_ranks, asked))
 
 
 def test_stock_loss_fails_for_several_samples(two_ranks: Path) -> None:
     """Fails when transformers (5.17.0) or deepspeed (0.19.8) repair it."""
-    assert "view size is not compatible" in json.loads((two_ranks / "messages.json").read_text())["stock"]
+    assert any("view size is not compatible" in said for said in messages(two_ranks, "stock"))
 
 
 def test_stock_loss_fails_beside_data_parallelism(four_ranks: Path) -> None:
     """Fails when torch (2.13.0) repairs the backward pass of its differentiable gather on gloo."""
-    assert "not part of group" in json.loads((four_ranks / "messages.json").read_text())["stock"]
+    assert any("not part of group" in said for said in messages(four_ranks, "stock"))

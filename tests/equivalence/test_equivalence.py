@@ -33,11 +33,25 @@ RANKS = sorted({case.ranks for case in CASES})
 REFERENCES = list(dict.fromkeys(reference_of(case) for case in CASES))
 
 
+def mean_of_means(trainer: Any) -> None:
+    """Weigh every micro-batch alike, however many tokens it has."""
+    trainer.model_accepts_loss_kwargs = False
+
+
+def clip_one_percent_later(trainer: Any) -> None:
+    """Clip as a gradient norm would that is one percent too small."""
+    trainer.args.max_grad_norm = 1.01 * MAX_GRAD_NORM
+
+
+MISTAKES = {"mean-of-means": mean_of_means, "clipping": clip_one_percent_later}
+
+
 class Runs:
     """What the runs left behind."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, models: Path) -> None:
         self.directory = directory
+        self.models = models
         self.launch_errors: dict[int, str] = {}
 
     def record(self, case: Case) -> dict[str, Any]:
@@ -73,7 +87,8 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Train the references here and every case in one launch for each number of ranks."""
-    models, found = tmp_path_factory.mktemp("models"), Runs(tmp_path_factory.mktemp("runs"))
+    models = tmp_path_factory.mktemp("models")
+    found = Runs(tmp_path_factory.mktemp("runs"), models)
     make_models(models)
     for reference in REFERENCES:
         (found.directory / reference.name).mkdir()
@@ -134,3 +149,13 @@ def test_the_reference_learns_and_every_step_is_clipped(reference: Case, runs: R
     record = runs.record(reference)
     assert record["losses"][-1] < record["losses"][0] - 0.2
     assert all(norm > 1.2 * MAX_GRAD_NORM for norm in record["grad_norms"])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_small_mistake_is_seen(mistake: str, runs: Runs, tmp_path: Path) -> None:
+    """Ragged micro-batches with other weights, or a norm that is one percent off, miss the tolerances by far."""
+    reference = next(case for case in REFERENCES if case.optimizer == "sgd" and "x3" in case.name)
+    train_case(reference, runs.models, tmp_path, change=MISTAKES[mistake])
+    wrong = load_file(tmp_path / "model" / "model.safetensors")
+    expected = runs.weights(reference)
+    assert max(largest_difference(wrong[name], expected[name]) for name in expected) > 5 * WEIGHT_TOLERANCE

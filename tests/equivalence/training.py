@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from equivalence.cases import Case, padded, probe_batch, samples
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
@@ -12,8 +14,11 @@ from shardwright.plugins.transformers import prepare_model_directory_save, save_
 from shardwright.trainers.plan_parallelism import engine_logits, parallelism_of
 
 
-def train_case(case: Case, models: Path, output: Path) -> None:
-    """Train, save the model directory, and let rank 0 write losses, gradient norms and the live engine's logits."""
+def train_case(case: Case, models: Path, output: Path, *, change: Callable[[Any], None] | None = None) -> None:
+    """Train, save the model directory, and let rank 0 write losses, gradient norms and the live engine's logits.
+
+    `change` is applied to the trainer before it trains.
+    """
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, set_seed
 
@@ -26,6 +31,8 @@ def train_case(case: Case, models: Path, output: Path) -> None:
     trainer = parallelism_of(case.strategy).make_trainer(
         model=model, args=arguments, train_dataset=samples(), data_collator=padded
     )
+    if change is not None:
+        change(trainer)
     trainer.train()
     logits = engine_logits(trainer, probe_batch()["input_ids"])
     save_model_directory(trainer, str(output / "model"))

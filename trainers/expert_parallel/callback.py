@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -46,8 +48,6 @@ class ExpertParallelCallback(TrainerCallback):
         self._shapes: Shapes | None = None
         self._trainer: Any = None
         self._watch: RouterWatch | None = None
-        self._balance_sum: Tensor | None = None
-        self._micro_batches = 0
 
     def prepare(self, training_arguments: Any, model: Any) -> None:
         """Check everything and write the DeepSpeed section; call it before the Trainer is made.
@@ -57,10 +57,8 @@ class ExpertParallelCallback(TrainerCallback):
         """
         size = self.expert_parallel_size
         configuration = deepspeed_configuration(training_arguments)
-        faults = auto_ep.parallelism_faults(
-            configuration, model.config, size, world_size=training_arguments.world_size
-        )
-        faults += auto_ep.configuration_faults(configuration or {}, size)
+        faults = auto_ep.parallelism_faults(training_arguments, model.config, size)
+        faults += auto_ep.configuration_faults(configuration or {}, model.config, size)
         faults += auto_ep.model_faults(model)
         faults += _argument_faults(training_arguments, configuration, model.config)
         if faults:
@@ -124,9 +122,8 @@ class ExpertParallelCallback(TrainerCallback):
             mask_T = None if mask is None else mask.reshape(-1).float()
             config = trainer.model.config
             balances = bool(getattr(config, "output_router_logits", False))
-            with self._watch.recording() as records, _without_router_logits(config):
-                found = compute(model, inputs, True, num_items_in_batch=num_items_in_batch, **keywords)
-            loss, outputs = found
+            with self._watch.recording() as records, _without_balance_loss(config):
+                loss, outputs = compute(model, inputs, True, num_items_in_batch=num_items_in_batch, **keywords)
             if self._log_routing and model.training:
                 self._watch.add(records, mask_T)
             if balances:
@@ -173,20 +170,17 @@ class ExpertParallelCallback(TrainerCallback):
         trainer.accelerator.get_state_dict = get_state_dict
 
 
-class _without_router_logits:  # noqa: N801
-    """Keeps a model from adding its own balance loss, which knows neither ranks nor accumulation."""
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        self._wanted = getattr(config, "output_router_logits", None)
-
-    def __enter__(self) -> None:
-        if self._wanted:
-            self._config.output_router_logits = False
-
-    def __exit__(self, *error: object) -> None:
-        if self._wanted:
-            self._config.output_router_logits = self._wanted
+@contextmanager
+def _without_balance_loss(config: Any) -> Iterator[None]:
+    """Keep a model from adding its own balance loss, which knows neither ranks nor accumulation."""
+    wanted = getattr(config, "output_router_logits", None)
+    if wanted:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if wanted:
+            config.output_router_logits = wanted
 
 
 def _sum_over_ranks(tensor: Tensor) -> None:
@@ -197,7 +191,11 @@ def _sum_over_ranks(tensor: Tensor) -> None:
 
 def _argument_faults(arguments: Any, configuration: Any, model_config: Any) -> list[Fault]:
     faults = []
-    if configuration and not configuration.get("zero_optimization", {}).get("stage") and arguments.mixed_precision != "no":
+    if (
+        configuration
+        and not configuration.get("zero_optimization", {}).get("stage")
+        and arguments.mixed_precision != "no"
+    ):
         rule = "without ZeRO trains experts in fp32 only: DeepSpeed's 16-bit optimizer starts with a step on zeros"
         faults.append(Fault(where="zero_optimization.stage", value=0, rule=rule, fix="use ZeRO stage 1, 2 or 3"))
     reentrant = (arguments.gradient_checkpointing_kwargs or {}).get("use_reentrant")

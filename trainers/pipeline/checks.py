@@ -47,6 +47,8 @@ def check_pipeline(args: Any, config: Any, *, model: Any, stages: int, dual_pipe
         dual_pipe=dual_pipe,
         **_other_axes(args, deepspeed or {}),
     )
+    if stages == 1:
+        faults.append(Fault(where="pp", value=1, rule="a pipeline has at least two stages", fix="use the Trainer"))
     faults += _argument_faults(args, deepspeed or {})
     replicas = max(1, args.world_size // max(1, stages))
     datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...ds_configs.errors import Fault, UsageError
+from ...plugins.pipeline_stage import stage_inputs
 
 IGNORED = -100
 """Label of a token without a loss."""
@@ -34,7 +35,7 @@ def batch_faults(batch: Mapping[str, Any]) -> list[Fault]:
             faults.append(Fault(where="batch", rule=f"needs {name}", fix="add it in the collator"))
     for name, tensor in batch.items():
         if name in _FILL and (not torch.is_tensor(tensor) or tensor.dim() != 2):
-            shape = list(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
+            shape = str(list(tensor.shape)) if torch.is_tensor(tensor) else type(tensor).__name__
             faults.append(Fault(where=f"batch: {name}", value=shape, rule="must be a tensor [samples, tokens]"))
     return faults
 
@@ -47,8 +48,9 @@ def predicted_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Pad the batches of a step to the most samples and the most tokens among them.
 
-    Added tokens are masked and have no label. Added samples repeat the first one of their batch without its labels: a
-    sample without any visible token would give attention nothing to normalise.
+    Added tokens stand on the right, where no token attends to them, and have no label. A mask that is there leaves them
+    out, and none is made, since positions without one tell packed sequences apart. Added samples repeat the first one
+    of their batch without its labels: a sample without any visible token would give attention nothing to normalise.
 
     Raises:
         UsageError: a batch holds what stages cannot pass on.
@@ -58,8 +60,7 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
         raise UsageError(list(dict.fromkeys(faults)))
     samples = max(len(batch["input_ids"]) for batch in batches)
     tokens = max(batch["input_ids"].shape[1] for batch in batches)
-    longer = any(batch["input_ids"].shape[1] != tokens for batch in batches)
-    masked = longer or any("attention_mask" in batch for batch in batches)
+    masked = any("attention_mask" in batch for batch in batches)
     return [_padded(batch, samples, tokens, masked=masked) for batch in batches]
 
 
@@ -90,10 +91,5 @@ def for_stages(batch: Mapping[str, torch.Tensor], loss_factor: torch.Tensor) -> 
         batch: Tensors [B, S] by name.
         loss_factor: What the last stage multiplies the summed cross-entropy by, a float32 scalar.
     """
-    inputs = [batch["input_ids"]]
-    if "attention_mask" in batch or "position_ids" in batch:
-        mask_BS = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
-        inputs.append(mask_BS)
-    if "position_ids" in batch:
-        inputs.append(batch["position_ids"])
-    return tuple(inputs), (batch["labels"], loss_factor)
+    inputs = stage_inputs(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
+    return inputs, (batch["labels"], loss_factor)

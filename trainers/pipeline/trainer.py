@@ -102,7 +102,7 @@ class PipelineTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of one optimizer step over all replicas of the pipeline."""
-        return self._train_batch_size * args.gradient_accumulation_steps * self._replicas
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._replicas)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.model_wrapped = self.model
@@ -142,8 +142,7 @@ class PipelineTrainer(Trainer):
             missing = 2 * self._pipeline_ranks - len(batches)
             batches = [*batches, *(without_labels(batches[0]) for _ in range(missing))]
         micro_batches = [for_stages(batch, factor) for batch in batches]
-        first_inputs = micro_batches[0][0]
-        self._shapes.expect(engine, (*first_inputs[0].shape, len(first_inputs)))
+        self._shapes.expect(engine, micro_batches[0][0])
         return micro_batches
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -155,7 +154,7 @@ class PipelineTrainer(Trainer):
     def floating_point_ops(self, inputs: Mapping[str, torch.Tensor]) -> int:
         """Return what this stage computes for a batch, 6 operations for each token and weight; ranks are added up."""
         weights = sum(p.numel() for name, p in self.model.named_parameters() if "embed" not in name)
-        return 6 * inputs["input_ids"].numel() * weights
+        return int(6 * inputs["input_ids"].numel() * weights)
 
     def evaluation_loop(
         self,
@@ -177,7 +176,7 @@ class PipelineTrainer(Trainer):
         for batch, is_last in batches:
             group.append(self._prepare_inputs(batch))
             tokens += predicted_tokens(batch).to(tokens.device)
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if len(group) == at_once or is_last:
                 scheduled = self._scheduled(engine, of_one_shape(group), one)
                 loss += summed_loss(engine, scheduled, replicas=self._replicas).item()

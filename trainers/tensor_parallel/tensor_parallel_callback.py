@@ -15,6 +15,7 @@ from ...plugins.auto_tp import (
     forget_tensor_parallel,
     gather_vocabulary,
     keep_whole_attention,
+    layers_without_rule,
     tensor_parallel_section,
     unpartitioned_layers,
 )
@@ -72,7 +73,7 @@ class TensorParallelCallback(TrainerCallback):
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             vocab_size=text.vocab_size,
-            model_type=text.model_type,
+            model_type=model.config.model_type,
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
             vocabulary_parallel_head=self.vocabulary_parallel_head,
             engine="other" if configuration is None else "deepspeed",
@@ -86,8 +87,7 @@ class TensorParallelCallback(TrainerCallback):
             where=_WHERE,
         )
         faults += layout_faults(model, parallelism, training_arguments, self.tensor_parallel_size)
-        if faults:
-            # The plan of a family that AutoTP does not know cannot be written as a section.
+        if faults := faults or layers_without_rule(model):
             raise UsageError(faults)
         assert configuration is not None, "a missing configuration is a fault"
         self._write_section(configuration, model, training_arguments)
@@ -104,9 +104,7 @@ class TensorParallelCallback(TrainerCallback):
         key = "stage3_gather_16bit_weights_on_model_save"
         zero = configuration["zero_optimization"]
         if zero.get(key) is False and training_arguments.process_index == 0:
-            print(
-                f"zero_optimization.{key} is now true, so that divided layers can be saved", file=sys.stderr
-            )
+            print(f"zero_optimization.{key} is now true, so that divided layers can be saved", file=sys.stderr)
         zero[key] = True
         forget_tensor_parallel()
         keep_whole_attention(model)

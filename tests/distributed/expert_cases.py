@@ -1,0 +1,223 @@
+"""Trainings with divided experts that must agree with a single process, and that process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCAB = 128
+STEPS = 5
+SAVED_AT = 3
+ROWS = 4
+"""Samples of a micro-batch, on all ranks together."""
+BALANCE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run."""
+
+    family: str
+    zero_stage: int = 2
+    ranks: int = 2
+    accumulation: int = 1
+    optimizer: str = "sgd"
+    balanced: bool = False
+    """Whether the model's auxiliary loss is on."""
+    checkpointing: bool = False
+    resumed: bool = False
+    from_pretrained: bool = False
+    """Loads the model under ZeRO-3, in pieces from the start."""
+    own_loss: bool = False
+    """A Trainer whose `compute_loss` reads logits alone."""
+    evaluated: bool = False
+
+    @property
+    def name(self) -> str:
+        options = ("balanced", "checkpointing", "resumed", "from_pretrained", "own_loss", "evaluated")
+        chosen = [option for option in options if getattr(self, option)]
+        return "-".join(
+            [
+                self.family,
+                f"zero{self.zero_stage}",
+                f"{self.ranks}ranks",
+                f"x{self.accumulation}",
+                self.optimizer,
+                *chosen,
+            ]
+        )
+
+    def arguments(self, world_size: int) -> dict[str, Any]:
+        """Return keywords of TrainingArguments; without DeepSpeed for one process."""
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": ROWS // world_size,
+            "per_device_eval_batch_size": ROWS // world_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_checkpointing": self.checkpointing,
+            "optim": self.optimizer,
+            "learning_rate": 0.3 if self.optimizer == "sgd" else 5e-3,
+            "lr_scheduler_type": "linear",
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.5,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "eval_strategy": "steps" if self.evaluated else "no",
+            "eval_steps": 2,
+            "save_strategy": "steps" if self.resumed and world_size > 1 else "no",
+            "save_steps": SAVED_AT,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": 11,
+        }
+        if world_size > 1:
+            zero: dict[str, Any] = {"stage": self.zero_stage}
+            if self.zero_stage == 3:
+                zero["stage3_param_persistence_threshold"] = 100
+            arguments["deepspeed"] = {
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": zero,
+            }
+        return arguments
+
+
+ON_TWO = [
+    Case(family="mixtral", accumulation=3, balanced=True),
+    Case(family="mixtral", zero_stage=0, balanced=True),
+    Case(family="mixtral", own_loss=True, evaluated=True, balanced=True),
+    Case(family="qwen3_moe", zero_stage=3, optimizer="adamw_torch", balanced=True, checkpointing=True, resumed=True),
+    Case(family="qwen2_moe", zero_stage=3, accumulation=3, balanced=True, from_pretrained=True),
+    Case(family="deepseek_v3", accumulation=3, optimizer="adamw_torch", resumed=True),
+    Case(family="deepseek_v2", zero_stage=1),
+]
+ON_FOUR = [
+    Case(family="mixtral", ranks=4, accumulation=3, balanced=True),
+    Case(family="mixtral", ranks=4, zero_stage=0, balanced=True),
+    Case(family="deepseek_v3", ranks=4, zero_stage=3, optimizer="adamw_torch", resumed=True),
+]
+
+
+def model(case: Case) -> Any:
+    """Return a small model, the same on every call."""
+    import transformers
+
+    transformers.set_seed(1)
+    name = {
+        "mixtral": "Mixtral",
+        "qwen2_moe": "Qwen2Moe",
+        "qwen3_moe": "Qwen3Moe",
+        "deepseek_v2": "DeepseekV2",
+        "deepseek_v3": "DeepseekV3",
+    }[case.family]
+    config = getattr(transformers, f"{name}Config")(**_sizes(case.family), output_router_logits=case.balanced)
+    made = getattr(transformers, f"{name}ForCausalLM")(config)
+    for key, buffer in made.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(made.lm_head.weight.new_tensor([0.1, -0.1, 0.05, -0.05, 0.0, 0.02, -0.02, 0.08]))
+    return made
+
+
+def _sizes(family: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+        "use_cache": False,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": BALANCE,
+    }
+    if family == "mixtral":
+        return sizes | {"num_local_experts": 4}
+    sizes["moe_intermediate_size"] = 24
+    if family == "qwen2_moe":
+        return sizes | {"num_experts": 4, "shared_expert_intermediate_size": 40, "tie_word_embeddings": True}
+    if family == "qwen3_moe":
+        return sizes | {"num_experts": 4, "head_dim": 8, "norm_topk_prob": True}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+    groups = {"n_group": 4, "topk_group": 1}
+    extra = {"topk_method": "greedy"} if family == "deepseek_v2" else {"norm_topk_prob": True}
+    return sizes | latent | experts | groups | extra | {"num_key_value_heads": 4}
+
+
+def samples(count: int = ROWS * 3 * STEPS) -> list[dict[str, Any]]:
+    """Return rows of different lengths."""
+    import random
+
+    draw = random.Random(5)
+    rows = [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(6, 17))] for _ in range(count)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad on the right, without labels there."""
+    import torch
+
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
+        return torch.tensor([value + [fill] * (width - len(value)) for value in values])
+
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": padded(ids, 0),
+        "labels": padded([row["labels"] for row in rows], -100),
+        "attention_mask": padded([[1] * len(each) for each in ids], 0),
+    }
+
+
+def own_loss_trainer() -> Any:
+    """Return a Trainer class that computes its loss from logits, and knows nothing of experts."""
+    from torch.nn.functional import cross_entropy
+    from transformers import Trainer
+
+    class OwnLossTrainer(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            logits, labels = outputs.logits[:, :-1].reshape(-1, VOCAB), inputs["labels"][:, 1:].reshape(-1)
+            loss = cross_entropy(logits, labels, reduction="sum") / num_items_in_batch * self.args.world_size
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLossTrainer
+
+
+def reference_trainer() -> Any:
+    """Return a Trainer for one process that adds the balance loss of a step once, and keeps what routers said."""
+    from transformers import Trainer
+
+    class ReferenceTrainer(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+            loss = outputs.loss
+            if model.training and outputs.get("aux_loss") is not None:
+                more = 1 - 1 / self.current_gradient_accumulation_steps
+                loss = loss - BALANCE * more * outputs.aux_loss
+                said = [each.detach() for each in outputs.router_logits]
+                self.__dict__.setdefault("routing", []).append((said, inputs["attention_mask"].reshape(-1)))
+            return (loss, outputs) if return_outputs else loss
+
+    return ReferenceTrainer
+
+
+def reference(case: Case, directory: Path) -> Any:
+    """Train a case in one process and return the trainer."""
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(str(directory / "reference"), use_cpu=True, **case.arguments(1))
+    trainer = reference_trainer()(
+        model(case), arguments, train_dataset=samples(), eval_dataset=samples(2 * ROWS), data_collator=collate
+    )
+    trainer.train()
+    return trainer

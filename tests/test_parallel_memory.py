@@ -1,0 +1,267 @@
+"""What one rank holds under tensor, pipeline, expert and sequence parallelism, as arithmetic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parallel_memory import DOCUMENT, MEASURED, TARGET_MEAN, case_table, fullest_rows, group_table, rows, verdict
+from parallel_memory_cases import LAYOUTS, STAGES, grid
+from planning import llama, no_activations, public_model
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.memory import GpuMemory, estimate_memory
+from shardwright.ds_configs.model import ModelSpec
+from shardwright.ds_configs.model_states import RankParameters, rank_parameters, share_parameters
+from shardwright.ds_configs.parallelism.pipeline_stages import forward_flops_per_token, pipeline_stages
+from shardwright.ds_configs.parallelism.shares import micro_batches_in_flight, rank_shares, stage_share
+from shardwright.ds_configs.partitions import whole_tensors_of_partitions
+from shardwright.ds_configs.strategy import Strategy
+from shardwright.ds_configs.terms import TERM_MEANINGS, TERM_ROLES
+
+MODEL = llama()
+MIXTRAL = public_model("mistralai/Mixtral-8x7B-v0.1")
+LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
+LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
+HARDWARE = parse_hardware("8xH100-80GB")
+
+
+def gpu_memory(
+    model: ModelSpec = MODEL, *, seq_len_tokens: int = 512, precision: str = "bf16", **axes: int
+) -> GpuMemory:
+    strategy = Strategy(**{"engine": "deepspeed", "zero_stage": 1, "micro_batch_size": 2, **axes})  # type: ignore[arg-type]
+    job = TrainingJob(seq_len_tokens=seq_len_tokens, precision=precision)  # type: ignore[arg-type]
+    return estimate_memory(strategy, model, HARDWARE, job).gpu
+
+
+def share_of(model: ModelSpec, **axes: int) -> RankParameters:
+    return rank_parameters(model, TrainingJob(), Strategy(engine="deepspeed", zero_stage=1, **axes))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layers=st.integers(2, 12),
+    key_value_heads=st.sampled_from([4, 8]),
+    tied=st.booleans(),
+    stage=st.sampled_from([0, 1, 2]),
+    checkpointing=st.booleans(),
+    accumulation=st.integers(1, 5),
+)
+def test_more_tensor_parallel_ranks_never_need_more(layers, key_value_heads, tied, stage, checkpointing, accumulation):
+    model = llama(num_hidden_layers=layers, num_key_value_heads=key_value_heads, tie_word_embeddings=tied)
+    peaks = [
+        gpu_memory(
+            model,
+            tp=tp,
+            zero_stage=stage,
+            gradient_checkpointing=checkpointing,
+            gradient_accumulation_steps=accumulation,
+        ).allocated_bytes
+        for tp in (1, 2, 4)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_tensor_parallelism_divides_layers_and_an_output_head_of_its_own():
+    share = rank_shares(Strategy(engine="deepspeed", zero_stage=1, tp=4), LLAMA_8B, TrainingJob())[0].model
+    by_name = {parameter.name: parameter.shape for parameter in share.parameters}
+    assert by_name["model.embed_tokens.weight"] == (128256, 4096)
+    assert by_name["lm_head.weight"] == (128256 // 4, 4096)
+    assert by_name["model.layers.*.self_attn.q_proj.weight"] == (4096 // 4, 4096)
+    assert by_name["model.layers.*.self_attn.k_proj.weight"] == (1024 // 4, 4096)
+    assert by_name["model.layers.*.self_attn.o_proj.weight"] == (4096, 4096 // 4)
+    assert by_name["model.layers.*.mlp.down_proj.weight"] == (4096, 14336 // 4)
+    assert by_name["model.layers.*.input_layernorm.weight"] == (4096,)
+    whole = 128256 * 4096 + 65 * 4096
+    assert share.parameter_count == (LLAMA_8B.parameter_count - whole) // 4 + whole
+    tied = llama(tie_word_embeddings=True)
+    assert share_of(tied, tp=2).trainable_tail == tied.tail_parameters
+
+
+def test_biases_follow_their_matrices():
+    model = public_model("openai-community/gpt2")
+    share = rank_shares(Strategy(engine="deepspeed", zero_stage=1, tp=2), model, TrainingJob())[0].model
+    by_name = {parameter.name: parameter.shape for parameter in share.parameters}
+    assert by_name["transformer.h.*.mlp.c_fc.weight"] == (768, 3072 // 2)
+    assert by_name["transformer.h.*.mlp.c_fc.bias"] == (3072 // 2,)
+    assert by_name["transformer.h.*.mlp.c_proj.weight"] == (3072 // 2, 768)
+    assert by_name["transformer.h.*.mlp.c_proj.bias"] == (768,)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layers=st.integers(1, 40),
+    vocabulary=st.sampled_from([1000, 60_000, 500_000]),
+    tied=st.booleans(),
+    data=st.data(),
+)
+def test_stages_hold_the_model_once_and_a_tied_embedding_twice(layers, vocabulary, tied, data):
+    model = llama(num_hidden_layers=layers, vocab_size=vocabulary, tie_word_embeddings=tied)
+    pp = data.draw(st.integers(1, layers))
+    stages = pipeline_stages(model, TrainingJob(), pp)
+    assert [stage.first_layer for stage in stages] == [0, *(stage.end_layer for stage in stages[:-1])]
+    assert stages[-1].end_layer == layers
+    assert all(stage.num_layers >= 1 for stage in stages)
+    held = sum(stage_share(model, stage).parameter_count for stage in stages)
+    assert held == model.parameter_count + (model.embedding_parameters if tied and pp > 1 else 0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(layers=st.integers(1, 9), vocabulary=st.sampled_from([500, 20_000, 300_000]), data=st.data())
+def test_no_cut_has_a_faster_slowest_stage(layers, vocabulary, data):
+    model, job = llama(num_hidden_layers=layers, vocab_size=vocabulary), TrainingJob()
+    pp = data.draw(st.integers(1, layers))
+    layer, head = forward_flops_per_token(model, job)
+
+    def slowest(borders: tuple[int, ...]) -> float:
+        counts = [end - first for first, end in zip((0, *borders), (*borders, layers), strict=True)]
+        return max([count * layer for count in counts[:-1]] + [counts[-1] * layer + head])
+
+    found = slowest(tuple(stage.end_layer for stage in pipeline_stages(model, job, pp))[:-1])
+    assert found <= min(slowest(borders) for borders in combinations(range(1, layers), pp - 1)) * (1 + 1e-9)
+
+
+def test_of_equally_fast_cuts_the_first_stages_which_keep_most_are_the_shorter():
+    counts = [stage.num_layers for stage in pipeline_stages(LLAMA_8B, TrainingJob(), 4)]
+    assert sum(counts) == 32
+    assert counts[0] < counts[1]
+    assert counts[3] < counts[2], "the head costs as much as two layers and a half"
+    with pytest.raises(UsageError, match="nearest legal value: 4"):
+        pipeline_stages(MODEL, TrainingJob(), 5)
+
+
+def test_1f1b_keeps_as_many_micro_batches_as_stages_follow():
+    assert [micro_batches_in_flight(4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+
+
+def test_the_fullest_stage_is_told_and_its_activations_grow_with_micro_batches_up_to_the_stages():
+    peaks = {m: gpu_memory(LLAMA_8B, pp=4, gradient_accumulation_steps=m, seq_len_tokens=8192) for m in (2, 4, 8)}
+    assert peaks[2].allocated_bytes < peaks[4].allocated_bytes == peaks[8].allocated_bytes
+    assert peaks[8].stage == 0
+    assert peaks[8].terms["activations_in_flight"] > 2.9 * peaks[8].terms["activations"]
+    assert gpu_memory().stage is None
+
+
+def test_the_last_stage_is_the_fullest_where_logits_rule():
+    model = llama(vocab_size=200_000, num_hidden_layers=8)
+    memory = gpu_memory(model, pp=2, gradient_accumulation_steps=2, seq_len_tokens=256)
+    assert memory.stage == 1
+    assert memory.terms["loss"] > 0
+
+
+def test_pipeline_parameters_are_those_of_the_fullest_stage():
+    shares = rank_shares(Strategy(engine="deepspeed", zero_stage=1, pp=2), MODEL, TrainingJob())
+    assert share_of(MODEL, pp=2).trainable == max(share.model.parameter_count for share in shares)
+    assert rank_parameters(MODEL, TrainingJob()).trainable == MODEL.parameter_count
+    assert rank_parameters(MODEL, TrainingJob(), Strategy(engine="ddp")) == rank_parameters(MODEL, TrainingJob())
+
+
+@pytest.mark.parametrize(("dp_shard", "ep"), [(2, 2), (8, 2), (8, 4), (8, 8)])
+def test_expert_parallelism_divides_experts_and_leaves_their_shards_as_large(dp_shard, ep):
+    strategy = Strategy(engine="deepspeed", zero_stage=2, dp_shard=dp_shard, ep=ep)
+    experts = sum(parameter.total for parameter in MIXTRAL.parameters if parameter.kind == "experts")
+    share = rank_parameters(MIXTRAL, TrainingJob(), strategy)
+    assert share.trainable == MIXTRAL.parameter_count - experts + experts // ep
+    assert share.trainable_experts == experts // ep
+    # 1 / ep of the experts over dp / ep ranks: as many elements as all experts over dp.
+    assert share.shard(strategy) == pytest.approx(MIXTRAL.parameter_count / dp_shard, abs=2)
+    assert share.state_shard(8 * share.trainable, strategy) == pytest.approx(8 * share.shard(strategy), abs=1)
+
+
+def test_expert_partitions_are_cut_for_the_ranks_that_hold_the_same_experts():
+    strategy = Strategy(engine="deepspeed", zero_stage=1, dp_shard=4, ep=2)
+    local = rank_shares(strategy, MIXTRAL, TrainingJob())[0].model
+    held = whole_tensors_of_partitions(local, 4, 2)
+    assert len(held) == 4
+    matrices = sum(parameter.total for parameter in local.parameters if len(parameter.shape) > 1)
+    experts = sum(parameter.total for parameter in local.parameters if parameter.kind == "experts")
+    assert max(held) >= (matrices - experts) / 4 + experts / 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(stage=st.sampled_from([1, 2]), checkpointing=st.booleans(), accumulation=st.integers(1, 4))
+def test_more_expert_parallel_ranks_never_need_more(stage, checkpointing, accumulation):
+    peaks = [
+        gpu_memory(
+            MIXTRAL,
+            dp_shard=8,
+            ep=ep,
+            zero_stage=stage,
+            gradient_checkpointing=checkpointing,
+            gradient_accumulation_steps=accumulation,
+        ).allocated_bytes
+        for ep in (1, 2, 4, 8)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("axes", [{"sp": 2}, {"cp": 2, "engine": "fsdp2", "zero_stage": None}])
+def test_sequence_and_context_ranks_divide_activations_and_join_in_sharding(axes):
+    alone = gpu_memory(LLAMA_8B, seq_len_tokens=32768, dp_shard=2, **(axes | dict.fromkeys(("sp", "cp"), 1)))
+    divided = gpu_memory(LLAMA_8B, seq_len_tokens=32768, **axes)
+    assert divided.terms["activations"] == pytest.approx(alone.terms["activations"] / 2, rel=1e-6)
+    assert divided.terms["weights"] == alone.terms["weights"]
+
+
+def test_each_axis_has_a_communicator_of_its_own():
+    one = gpu_memory(dp_shard=2).terms["communicators"]
+    assert gpu_memory(dp_shard=2, tp=2).terms["communicators"] == 2 * one
+    assert gpu_memory(dp_shard=2, tp=2, pp=2).terms["communicators"] == 3 * one
+
+
+def test_3d_parallelism_divides_what_each_axis_divides():
+    whole, divided = LLAMA_70B.parameter_count, share_of(LLAMA_70B, tp=8, pp=4).trainable
+    assert whole / 32 < divided < whole / 32 + LLAMA_70B.embedding_parameters * 1.2
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_term_of_a_stage_is_explained(pp):
+    terms = gpu_memory(pp=pp, gradient_accumulation_steps=4).terms
+    assert set(terms) <= set(TERM_MEANINGS)
+    assert set(TERM_ROLES) <= set(TERM_MEANINGS)
+
+
+def test_quantized_weights_are_gathered_beside_their_copies():
+    strategy = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
+    quantized = replace(strategy, zero=replace(strategy.zero, quantized_weights=True))
+    job = TrainingJob(gradient_checkpointing="on")
+    before, after = (estimate_memory(s, LLAMA_8B, HARDWARE, job).gpu.phases["backward"] for s in (strategy, quantized))
+    assert after - before == strategy.zero.stage3_prefetch_bucket_size
+
+
+def test_a_trace_of_the_whole_model_serves_where_no_coefficients_are_stored():
+    strategy = Strategy(engine="deepspeed", zero_stage=1, pp=2, gradient_accumulation_steps=2)
+    model = replace(MODEL, model_type="unheard_of")
+    memory = estimate_memory(strategy, model, HARDWARE, TrainingJob(), activations=no_activations).gpu
+    assert memory.terms["weights"] == 2 * share_parameters(
+        next(s.model for s in rank_shares(strategy, model, TrainingJob()) if s.stage.index == memory.stage), TrainingJob()
+    ).trainable  # fmt: skip
+
+
+def test_the_grid_holds_every_layout_and_stage():
+    assert {(case.layout, case.zero_stage) for case in grid()} == {
+        (layout, stage) for layout in LAYOUTS for stage in STAGES[layout[:2]]
+    }
+    assert len({case.name for case in grid()}) == len(grid())
+
+
+def test_every_layout_was_metered_and_its_prediction_is_within_five_percent():
+    found = rows(json.loads(MEASURED.read_text(encoding="utf-8")))
+    assert {row.case.name for row in found} == {case.name for case in grid()}
+    passed, sentence = verdict(fullest_rows(found))
+    assert passed, sentence
+    assert TARGET_MEAN == 0.05
+
+
+def test_the_document_shows_the_stored_measurements():
+    found = rows(json.loads(MEASURED.read_text(encoding="utf-8")))
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert verdict(fullest_rows(found))[1] in text
+    assert group_table(fullest_rows(found)) in text
+    assert case_table(found) in text

@@ -1,0 +1,150 @@
+"""Sizes of parallel axes that a plan refuses: each with the violated equation and the nearest legal values."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import llama, public_model
+from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.plan import make_plan
+
+LLAMA = llama(num_attention_heads=12, num_key_value_heads=4, num_hidden_layers=4, hidden_size=192)
+MIXTRAL = public_model("mistralai/Mixtral-8x7B-v0.1")
+
+
+def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
+    with pytest.raises(UsageError) as caught:
+        make_plan(model, parse_hardware(hardware), TrainingJob(**job))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "expected"),
+    [
+        (
+            {"sequence_parallel_size": 8},
+            "sp = 8: must divide the attention heads (12 % 8 = 4); nearest legal values: 6, 12",
+        ),
+        ({"sequence_parallel_size": 2, "seq_len_tokens": 4097}, "4097 % 2 = 1); nearest legal values: 4096 or 4098"),
+        (
+            {"model": MIXTRAL, "expert_parallel_size": 16, "hardware": "2x8xH200"},
+            "ep = 16: must divide the experts (8 % 16 = 8); nearest legal values: 8",
+        ),
+        ({"pipeline_parallel_size": 8}, "the model has 4; nearest legal value: 4"),
+        (
+            {"tensor_parallel_size": 8, "hardware": "8xH100-80GB"},
+            "tp = 8: must divide the attention heads (12 % 8 = 4); nearest legal values: 6, 12",
+        ),
+        ({"tensor_parallel_size": 3}, "tp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
+        (
+            {"tensor_parallel_size": 2, "global_batch_size": 6},
+            "global_batch_size = 6: must equal micro_batch_size 1 * gradient_accumulation_steps 1 * data-parallel "
+            "ranks 4; nearest legal values: 4, 8",
+        ),
+        (
+            {"model": replace(LLAMA, attention="eager"), "sequence_parallel_size": 2},
+            "attn_implementation = 'eager': cannot compute causal attention without a mask",
+        ),
+        (
+            {"model": replace(LLAMA, model_type="qwen3_next"), "sequence_parallel_size": 2},
+            "layers of qwen3_next carry a state",
+        ),
+        (
+            {"model": replace(LLAMA, layer_types=("full_attention", "linear_attention")), "sequence_parallel_size": 2},
+            "layers linear_attention carry a state",
+        ),
+        (
+            {"model": replace(LLAMA, layer_types=("full_attention", "linear_attention")), "context_parallel_size": 2},
+            "expresses full causal attention alone, and the model has linear_attention",
+        ),
+        ({"model": replace(LLAMA, rope_type="dynamic"), "sequence_parallel_size": 2}, "rope_type = 'dynamic'"),
+        ({"model": MIXTRAL, "tensor_parallel_size": 2}, "AutoTP refuses mixtures of experts"),
+        (
+            {"pipeline_parallel_size": 2, "strategy": "zero2"},
+            "zero_optimization.stage = 2: pipelines run with ZeRO stage 0 or 1",
+        ),
+        ({"pipeline_parallel_size": 2, "strategy": "zero3"}, "nearest legal value: 1"),
+        ({"context_parallel_size": 2, "strategy": "zero1"}, "cp = 2: runs on FSDP2 and not on deepspeed"),
+        ({"context_parallel_size": 2, "seq_len_tokens": 4098}, "must be a multiple of 2 * cp (4098 % 4 = 2)"),
+        (
+            {"tensor_parallel_size": 2, "strategy": "fsdp2"},
+            "cannot run with FSDP2: accelerate 1.15.0 imports a class that transformers 5.17.0 does not have",
+        ),
+        ({"pipeline_parallel_size": 2, "sequence_parallel_size": 2}, "sp = 2: excludes pp = 2"),
+        ({"context_parallel_size": 2, "sequence_parallel_size": 2}, "does not combine with cp = 2"),
+        ({"tensor_parallel_size": 2, "method": "lora"}, "does not go with lora"),
+        ({"sequence_parallel_size": 2, "strategy": "ddp"}, "runs on DeepSpeed"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size = 0: must be an integer from 1"),
+        ({"zero_quantized_gradients": True}, "has an effect only with ZeRO-3 on several nodes"),
+        ({"zero_quantized_weights": True, "strategy": "zero2"}, "has an effect only with ZeRO-3"),
+    ],
+)
+def test_bad_sizes_are_refused_at_plan_time(settings_, expected):
+    assert expected in refused(**settings_)
+
+
+@given(
+    tp=st.integers(1, 12),
+    sp=st.integers(1, 12),
+    pp=st.integers(1, 6),
+    batch=st.one_of(st.none(), st.integers(1, 40)),
+)
+@settings(max_examples=60, deadline=None)
+def test_fixed_sizes_are_planned_or_refused_and_never_changed(tp, sp, pp, batch):
+    job = TrainingJob(
+        tensor_parallel_size=tp,
+        sequence_parallel_size=sp,
+        pipeline_parallel_size=pp,
+        global_batch_size=batch,
+        seq_len_tokens=480,
+    )
+    try:
+        strategy = make_plan(LLAMA, parse_hardware("12xA100-80GB"), job).chosen.strategy
+    except UsageError as error:
+        assert error.faults
+        return
+    assert (strategy.tp, strategy.sp, strategy.pp) == (tp, sp, pp)
+    assert strategy.world_size == 12
+    assert batch is None or strategy.global_batch_size == batch
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"tensor_parallel": {"autotp_size": 3}}, "must divide the 8 ranks"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
+            "runs with ZeRO stages 0 to 2; the stage is 3",
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+            "AutoTP refuses mixtures of experts",
+        ),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 16}}, "must divide the 8 ranks"),
+        ({"expert_parallel": {"autoep_size": 2}}, "AutoEP is not enabled"),
+        (
+            {
+                "expert_parallel": {"enabled": True, "autoep_size": 2},
+                "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4},
+            },
+            "AutoEP refuses it at stage 3",
+        ),
+    ],
+)
+def test_check_knows_the_sections(sections, expected):
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        **sections,
+    }
+    findings = check_text(json.dumps(config), name="ds_config.json", world_size=8, uses_transformers=True)
+    assert any(expected in str(finding.fault) for finding in findings), [str(finding.fault) for finding in findings]

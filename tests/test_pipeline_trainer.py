@@ -1,0 +1,244 @@
+"""The parts of `PipelineTrainer` that need no second rank: shapes, counted samples, stages, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_cases import LAYERS, Case, data_of, untrained_model
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.parallelism.stages import PipelineStage, balanced_stages
+from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.pipeline_engine import repair_clipping, set_global_batch
+from shardwright.trainers.pipeline.checks import check_pipeline, global_batch_faults, stages_faults
+from shardwright.trainers.pipeline.evaluation import own_samples
+from shardwright.trainers.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
+from shardwright.trainers.pipeline.source import balanced, source_of
+
+
+def batch_of(samples: int, tokens: int, *, masked: bool) -> dict[str, torch.Tensor]:
+    ids_BS = torch.arange(1, samples * tokens + 1).view(samples, tokens)
+    mask = {"attention_mask": torch.ones_like(ids_BS)} if masked else {}
+    return {"input_ids": ids_BS, "labels": ids_BS.clone(), **mask}
+
+
+sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(2, 7)), min_size=1, max_size=5)
+
+
+@given(sizes=sizes, masked=st.booleans())
+def test_batches_of_one_shape_predict_the_same_tokens(sizes: list[tuple[int, int]], masked: bool) -> None:
+    batches = [batch_of(samples, tokens, masked=masked) for samples, tokens in sizes]
+    padded = of_one_shape(batches)
+    shape = (max(samples for samples, _ in sizes), max(tokens for _, tokens in sizes))
+    for before, after, (samples, tokens) in zip(batches, padded, sizes, strict=True):
+        assert after.keys() == before.keys()
+        assert all(tensor.shape == shape for tensor in after.values())
+        assert predicted_tokens(after) == predicted_tokens(before)
+        for name, tensor in before.items():
+            assert torch.equal(after[name][:samples, :tokens], tensor)
+        if masked:
+            assert not after["attention_mask"][:samples, tokens:].any()
+            assert after["attention_mask"].any(dim=1).all(), "every sample has a token to attend to"
+
+
+def test_a_mask_is_made_where_another_batch_of_the_step_has_one() -> None:
+    first, second = of_one_shape([batch_of(1, 3, masked=True), batch_of(1, 2, masked=False)])
+    assert first["attention_mask"].tolist() == [[1, 1, 1]]
+    assert second["attention_mask"].tolist() == [[1, 1, 0]]
+
+
+def test_packed_positions_stay_without_a_mask() -> None:
+    packed = {**batch_of(1, 4, masked=False), "position_ids": torch.tensor([[0, 1, 0, 1]])}
+    (batch,) = of_one_shape([packed])
+    inputs, (labels_BS, factor) = for_stages(batch, torch.tensor(0.5))
+    assert [tensor.dtype for tensor in inputs] == [torch.int64, torch.int32]
+    assert torch.equal(labels_BS, packed["labels"])
+    assert factor == 0.5
+
+
+def test_batches_that_stages_cannot_pass_on_are_refused_together() -> None:
+    with pytest.raises(UsageError) as raised:
+        of_one_shape([{"input_ids": torch.zeros(2, 3, 3), "pixel_values": torch.zeros(1)}])
+    assert {fault.where for fault in raised.value.faults} == {"batch", "batch: input_ids"}
+    assert "pixel_values" in str(raised.value)
+    assert "labels" in str(raised.value)
+
+
+@given(samples=st.integers(1, 30), rows=st.integers(1, 4), replicas=st.integers(1, 4))
+def test_replicas_count_each_sample_once(samples: int, rows: int, replicas: int) -> None:
+    """Against Accelerate's own sharding of a sequential sampler."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    counted: list[int] = []
+    turns = set()
+    for replica in range(replicas):
+        batches = BatchSampler(SequentialSampler(range(samples)), rows, drop_last=False)
+        shard = BatchSamplerShard(batches, replicas, replica) if replicas > 1 else batches
+        tensors = [{"labels": torch.tensor(indices)[:, None]} for indices in shard]
+        kept = list(own_samples(tensors, samples=samples, replicas=replicas, replica=replica))
+        turns.add(len(kept))
+        assert [is_last for _, is_last in kept] == [False] * (len(kept) - 1) + [True]
+        counted += [label for batch, _ in kept for label in batch["labels"].flatten().tolist() if label != IGNORED]
+    assert sorted(counted) == list(range(samples))
+    assert len(turns) == 1, "replicas wait for each other"
+
+
+def deepspeed_arguments(output: Path, case: Case, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**case.arguments(output, pipeline=True, **more), **configure_cpu_ranks("deepspeed"))
+
+
+class OnRanks:
+    """Training arguments that report another world size."""
+
+    def __init__(self, world_size: int, arguments: Any) -> None:
+        self.world_size = world_size
+        self.arguments = arguments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.arguments, name)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_runs() -> Iterator[None]:
+    """Leave no DeepSpeed configuration to the next test."""
+    yield
+    forget_last_run()
+
+
+def faults_of(arguments: Any, **more: Any) -> dict[str, str]:
+    """Return the refused fields with the sentences about each."""
+    model = untrained_model("llama")
+    settings = {"stages": 2, "dual_pipe": False, "eval_dataset": None, "model": model, **more}
+    found: dict[str, str] = {}
+    try:
+        check_pipeline(arguments, model.config, **settings)
+    except UsageError as error:
+        for fault in error.faults:
+            found[fault.where] = f"{found.get(fault.where, '')}{fault}\n"
+    return found
+
+
+def test_legal_arguments_are_taken(tmp_path: Path) -> None:
+    assert faults_of(OnRanks(2, deepspeed_arguments(tmp_path, Case()))) == {}
+
+
+def test_broken_rules_are_told_together_with_the_nearest_legal_values(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case(zero_stage=2), label_smoothing_factor=0.1)
+    found = faults_of(OnRanks(8, arguments), stages=5)
+    assert found.keys() == {"pp", "zero_optimization.stage", "label_smoothing_factor"}
+    assert "nearest legal values: 4, 8" in found["pp"]
+    assert "nearest legal value: 1" in found["zero_optimization.stage"]
+
+
+def test_more_stages_than_layers_and_a_single_stage_are_refused(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    assert f"the model has {LAYERS}" in faults_of(OnRanks(4, arguments), stages=4)["pp"]
+    assert "at least two stages" in faults_of(OnRanks(4, arguments), stages=1)["pp"]
+
+
+def test_a_training_without_deepspeed_is_refused(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert "runs on DeepSpeed" in faults_of(OnRanks(2, arguments))["pp"]
+
+
+def test_dual_pipe_needs_micro_batches(tmp_path: Path) -> None:
+    found = faults_of(OnRanks(2, deepspeed_arguments(tmp_path, Case(accumulation=3))), dual_pipe=True)
+    assert "nearest legal value: 4" in found["gradient_accumulation_steps"]
+
+
+def test_other_axes_are_refused(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments.deepspeed_plugin.deepspeed_config["tensor_parallel"] = {"autotp_size": 2}
+    assert "excludes pp = 2" in faults_of(OnRanks(4, arguments))["tp"]
+
+
+def test_iterable_evaluation_data_is_refused_for_replicas(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    endless = {"held out": iter([])}
+    assert "needs a length" in faults_of(OnRanks(4, arguments), eval_dataset=endless)["eval_dataset"]
+    assert faults_of(OnRanks(2, arguments), eval_dataset=endless) == {}
+
+
+def test_the_trainer_refuses_before_it_touches_a_process_group(tmp_path: Path) -> None:
+    from shardwright.trainers.pipeline.trainer import PipelineTrainer
+
+    case = Case(zero_stage=3)
+    arguments = deepspeed_arguments(tmp_path, case)
+    with pytest.raises(UsageError, match="must divide the ranks"):
+        PipelineTrainer(untrained_model("llama"), arguments, pipeline_stages=2, **data_of(case))
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("written", "kept"), [("auto", None), (None, None), (12, None), (24, None), (18, 18)], ids=str)
+def test_the_global_batch_counts_replicas_and_contradictions_are_told(written: Any, kept: int | None) -> None:
+    config = {"train_batch_size": written, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    holder = SimpleNamespace(config=config, mismatches=["- ds train_batch_size=12 vs hf ...", "- ds other"])
+    assert set_global_batch(holder, replicas=2, world_size=4) == kept
+    assert config["train_batch_size"] == (kept or 12)
+    assert holder.mismatches == ["- ds other"]
+
+
+def test_a_contradicting_global_batch_is_explained() -> None:
+    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    (indivisible,) = global_batch_faults(arguments, 18, 4)
+    assert "nearest legal values: 16, 24" in str(indivisible)
+    (contradicting,) = global_batch_faults(arguments, 16, 4)
+    assert 'write 24 or "auto"' in str(contradicting)
+
+
+@given(layers=st.integers(1, 12), stages=st.integers(1, 12))
+def test_balanced_stages_hold_each_layer_once(layers: int, stages: int) -> None:
+    if stages <= layers:
+        assert stages_faults(balanced_stages([1.0] * layers, stages=stages), layers) == []
+
+
+def test_stages_that_leave_a_layer_out_are_refused() -> None:
+    first, second = balanced_stages([1.0] * 4, stages=2)
+    late = PipelineStage(index=1, first_layer=3, end_layer=4, has_embedding=False, has_head=True)
+    assert stages_faults((first, second), 4) == []
+    for stages in ((first, late), (second, first), (first,)):
+        (fault,) = stages_faults(stages, 4)
+        assert "4 decoder layers" in fault.rule
+
+
+@pytest.mark.parametrize("dual_pipe", [False, True])
+def test_a_number_of_stages_is_balanced_by_the_planner(dual_pipe: bool) -> None:
+    arguments = SimpleNamespace(per_device_train_batch_size=2, bf16=True, gradient_checkpointing=True)
+    stages = balanced(untrained_model("llama-4"), arguments, 2, dual_pipe)
+    assert len(stages) == (4 if dual_pipe else 2)
+    assert stages_faults(stages, 4) == []
+
+
+def test_a_checkpoint_is_not_read_to_know_its_model(tiny_llama: Path) -> None:
+    model = source_of(str(tiny_llama))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert source_of(model) is model
+
+
+def test_clipping_counts_all_stages_and_tied_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stage contributes 16; the own parameters have gradients 3 and, tied to the other stage's, 7."""
+    own, tied, unused = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+    own.grad, tied.grad = torch.tensor([3.0]), torch.tensor([7.0])
+    tied.ds_pipe_replicated = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(16.0))
+    engine: Any = SimpleNamespace(
+        module=torch.nn.ParameterList([own, tied, unused]),
+        grid=SimpleNamespace(get_model_parallel_group=lambda: None),
+        gradient_clipping=lambda: 0.5,
+    )
+    repair_clipping(engine)
+    engine.clip_fp32_gradients()
+    assert engine._global_grad_norm == pytest.approx(5.0)
+    assert [own.grad.item(), tied.grad.item()] == pytest.approx([0.3, 0.7], rel=1e-5)

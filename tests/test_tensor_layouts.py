@@ -1,0 +1,228 @@
+"""Volumes of the tensor layouts, against the algorithms themselves run block by block with their messages counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import llama
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.parallelism.tensor_layouts import (
+    Product,
+    compare_tensor_layouts,
+    cube_traffic,
+    layer_products,
+    one_dimensional_traffic,
+    summa_traffic,
+    where_one_dimension_stops_paying,
+)
+
+RANDOM = np.random.default_rng(0)
+
+
+class Mesh:
+    """Ranks `(row, column, depth)` that count the elements they receive from others, by the side they come along."""
+
+    def __init__(self, side: int) -> None:
+        self.side = side
+        self.received: dict[str, Counter] = {"row": Counter(), "column": Counter(), "depth": Counter()}
+
+    def broadcast(self, along: str, members, root, block):
+        for rank in members:
+            if rank != root:
+                self.received[along][rank] += block.size
+        return block
+
+    def reduce(self, along: str, members, root, blocks):
+        """A chain that ends at the root: everyone but its first member receives a partial sum."""
+        start = (members.index(root) + 1) % len(members)
+        for step in range(1, len(members)):
+            self.received[along][members[(start + step) % len(members)]] += blocks[root].size
+        return sum(blocks.values())
+
+    def row(self, i, d=0):
+        return [(i, j, d) for j in range(self.side)]
+
+    def column(self, j, d=0):
+        return [(i, j, d) for i in range(self.side)]
+
+    def each(self, along: str) -> float:
+        """What one rank receives; all receive the same."""
+        counts = set(self.received[along].values())
+        assert len(counts) == 1, counts
+        return counts.pop()
+
+
+def blocks(matrix, side):
+    return [np.split(part, side, axis=1) for part in np.split(matrix, side, axis=0)]
+
+
+def summa(mesh, a, b, d=0):
+    """`C = A B`: in turn `l` the blocks of column `l` of A and of row `l` of B are broadcast."""
+    q = mesh.side
+    c = [[0.0] * q for _ in range(q)]
+    for turn in range(q):
+        for i, j in product(range(q), repeat=2):
+            c[i][j] = c[i][j] + a[i][turn] @ b[turn][j]
+        for i in range(q):
+            mesh.broadcast("row", mesh.row(i, d), (i, turn, d), a[i][turn])
+        for j in range(q):
+            mesh.broadcast("column", mesh.column(j, d), (turn, j, d), b[turn][j])
+    return c
+
+
+def summa_input_gradient(mesh, dc, b, d=0):
+    """`dA = dC B^T`: in turn `l` row `l` of B is broadcast along columns, and column `l` of dA reduced along rows."""
+    q = mesh.side
+    da = [[None] * q for _ in range(q)]
+    for turn in range(q):
+        for j in range(q):
+            mesh.broadcast("column", mesh.column(j, d), (turn, j, d), b[turn][j])
+        for i in range(q):
+            partial = {(i, j, d): dc[i][j] @ b[turn][j].T for j in range(q)}
+            da[i][turn] = mesh.reduce("row", mesh.row(i, d), (i, turn, d), partial)
+    return da
+
+
+def summa_weight_gradient(mesh, a, dc, d=0):
+    """`dB = A^T dC`: in turn `l` column `l` of A is broadcast along rows, and row `l` of dB reduced along columns."""
+    q = mesh.side
+    db = [[None] * q for _ in range(q)]
+    for turn in range(q):
+        for i in range(q):
+            mesh.broadcast("row", mesh.row(i, d), (i, turn, d), a[i][turn])
+        for j in range(q):
+            partial = {(i, j, d): a[i][turn].T @ dc[i][j] for i in range(q)}
+            db[turn][j] = mesh.reduce("column", mesh.column(j, d), (turn, j, d), partial)
+    return db
+
+
+@pytest.mark.parametrize(("side", "depth"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 3)])
+def test_summa_moves_what_its_messages_say(side: int, depth: int) -> None:
+    tokens, width, out = 12 * depth, 12, 24
+    whole_a, b = RANDOM.normal(size=(tokens, width)), RANDOM.normal(size=(width, out))
+    whole_dc = RANDOM.normal(size=(tokens, out))
+    mesh, gradients = Mesh(side), []
+    for d, (a, dc) in enumerate(zip(np.split(whole_a, depth), np.split(whole_dc, depth), strict=True)):
+        a_, b_, dc_ = blocks(a, side), blocks(b, side), blocks(dc, side)
+        np.testing.assert_allclose(np.block(summa(mesh, a_, b_, d)), a @ b)
+        np.testing.assert_allclose(np.block(summa_input_gradient(mesh, dc_, b_, d)), dc @ b.T)
+        gradients.append(np.block(summa_weight_gradient(mesh, a_, dc_, d)))
+    np.testing.assert_allclose(sum(gradients), whole_a.T @ whole_dc)
+    rows, columns, depths = summa_traffic((Product(in_features=width, out_features=out),), tokens, side, depth)
+    assert rows.elements == mesh.each("row")
+    assert columns.elements == mesh.each("column")
+    assert depths.elements == pytest.approx(ring_all_reduce(width * out // side**2, depth))
+
+
+def ring_all_reduce(elements: int, ranks: int) -> float:
+    """What a rank receives: it passes on `1 / n` of the tensor in `n - 1` turns, twice."""
+    return sum(elements / ranks for _ in range(2 * (ranks - 1)))
+
+
+@pytest.mark.parametrize("side", [2, 3])
+def test_the_cube_moves_what_its_gathers_say(side: int) -> None:
+    """All-gather A along j and B along i, multiply, and reduce-scatter C along l: Agarwal's algorithm."""
+    tokens, width, out = 2 * side**2, 3 * side**2, side**2
+    a, b = RANDOM.normal(size=(tokens, width)), RANDOM.normal(size=(width, out))
+    a_, b_ = blocks(a, side), blocks(b, side)
+    received: Counter = Counter()
+    c = [[0.0] * side for _ in range(side)]
+    for i, j, k in product(range(side), repeat=3):
+        left, right = a_[i][k], b_[k][j]
+        c[i][j] = c[i][j] + left @ right
+        # A rank holds one part in `side` of each block, and receives the others.
+        received["A"] = left.size - left.size // side
+        received["B"] = right.size - right.size // side
+        # It keeps one part in `side` of the sum, of which every other rank of the line sends it a summand.
+        received["C"] = (side - 1) * (tokens // side) * (out // side) // side
+    np.testing.assert_allclose(np.block(c), a @ b)
+    found = cube_traffic((Product(in_features=width, out_features=out),), tokens, side)
+    assert [part.elements for part in found] == pytest.approx([3 * received["A"], 2 * received["C"], 3 * received["B"]])
+
+
+def test_one_dimension_is_four_ring_all_reduces() -> None:
+    found = one_dimensional_traffic(6, 8, 4)
+    assert found[0].elements == 4 * ring_all_reduce(6 * 8, 4)
+
+
+def test_optimus_counts_the_same_per_broadcast() -> None:
+    """Table 1 of arXiv 2104.05343: 7 b s h of inputs and 12 h^2 of weights in a layer with an MLP of 4 h."""
+    model = llama(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4)
+    products = layer_products(model)
+    assert sum(one.in_features for one in products) == 7 * 64
+    # A gated MLP has one matrix more than the paper's.
+    assert sum(one.weight for one in products) == (12 + 4) * 64**2
+
+
+JOB = TrainingJob(seq_len_tokens=4096, micro_batch_size=1)
+
+
+def test_layouts_by_count() -> None:
+    def names(ranks: int) -> list[str]:
+        return [one.name for one in compare_tensor_layouts(llama(), parse_hardware("8x8xH100-80GB"), JOB, ranks)]
+
+    assert names(1) == ["1D"]
+    assert names(2) == ["1D"]
+    assert names(4) == ["1D", "2D"]
+    assert names(8) == ["1D", "2.5D", "3D"]
+    assert names(9) == ["1D", "2D"]
+    assert names(16) == ["1D", "2D"]
+    assert names(64) == ["1D", "2D", "2.5D", "3D"]
+
+
+@given(st.integers(2, 4), st.integers(1, 4))
+def test_divided_memory(side: int, micro_batch_size: int) -> None:
+    job = TrainingJob(seq_len_tokens=2048, micro_batch_size=micro_batch_size)
+    model = llama()
+    for layout in compare_tensor_layouts(model, parse_hardware("8x8xH100-80GB"), job, side**2):
+        one, *_ = compare_tensor_layouts(model, parse_hardware("8x8xH100-80GB"), job, 1)
+        assert layout.weight_bytes == pytest.approx(one.weight_bytes / side**2 * (layout.shape[2:] or (1,))[0])
+        whole = one.activation_bytes / side**2
+        assert layout.activation_bytes == pytest.approx(whole) or layout.name == "1D"
+        assert layout.activation_bytes >= whole * 0.999
+
+
+def test_all_in_one_node_or_across() -> None:
+    """The same bytes take longer where a group leaves its node."""
+    inside, across = (
+        compare_tensor_layouts(llama(), parse_hardware(name), JOB, 8)[0] for name in ("8xH100-80GB", "8x1xH100-80GB")
+    )
+    assert inside.communication_bytes == across.communication_bytes
+    assert inside.communication_seconds < across.communication_seconds
+
+
+def test_where_one_dimension_stops_paying() -> None:
+    hardware = parse_hardware("64x8xH100-80GB")
+    found, reason = where_one_dimension_stops_paying(llama(), hardware, JOB)
+    assert found is not None
+    assert f"at {found} ranks" in reason
+    assert "analysis only" in reason
+    first, *rest = compare_tensor_layouts(llama(), hardware, JOB, found)
+    assert min(one.communication_seconds for one in rest) < first.communication_seconds
+    for fewer in range(2, found):
+        first, *rest = compare_tensor_layouts(llama(), hardware, JOB, fewer)
+        assert all(one.communication_seconds >= first.communication_seconds for one in rest)
+
+
+def test_one_dimension_may_stay_fastest() -> None:
+    """Few tokens leave little to reduce, and SUMMA still passes all weights round."""
+    found, reason = where_one_dimension_stops_paying(
+        llama(), parse_hardware("8xH100-80GB"), TrainingJob(seq_len_tokens=128, micro_batch_size=1), largest=8
+    )
+    assert found is None
+    assert "up to 8 ranks" in reason
+
+
+def test_only_one_dimension_runs() -> None:
+    for layout in compare_tensor_layouts(llama(), parse_hardware("8x8xH100-80GB"), JOB, 64):
+        assert layout.analysis_only == (layout.name != "1D")
+        assert ("analysis only" in layout.reason) == layout.analysis_only
+    with pytest.raises(UsageError, match="ranks = 0: must be at least 1"):
+        compare_tensor_layouts(llama(), parse_hardware("8xH100-80GB"), JOB, 0)
