@@ -17,6 +17,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2xdp2": {"tp": 2, "dp_shard": 2},
     "pp2": {"pp": 2},
     "pp2xdp2": {"pp": 2, "dp_shard": 2},
+    "pp2xtp2": {"pp": 2, "tp": 2},
     "ep2": {"ep": 2, "dp_shard": 2},
     "ep2xdp2": {"ep": 2, "dp_shard": 4},
 }

@@ -91,7 +91,7 @@ def _stage1_and_2_buckets(
 
     def bucket_copy(*units: int) -> int:
         norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
-        return max([width * size, *norms])
+        return max([max(width, _reduction_bytes(strategy, job)) * size, *norms])
 
     def in_layer(*units: int) -> Terms:
         return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
@@ -108,6 +108,11 @@ def _stage1_and_2_buckets(
         after_first_layer=reduction(layer, layer),
         embedding_backward=reduction(embedding, layer),
     )
+
+
+def _reduction_bytes(strategy: Strategy, job: TrainingJob) -> int:
+    """Bytes of an element on its way through a reduction; with sequence parallelism fp32 (engine.py:2182)."""
+    return 4 if strategy.sp > 1 else job.compute_bytes
 
 
 def _reduced_units(model: ModelSpec, parameters: RankParameters) -> tuple[int, int, int]:
@@ -134,7 +139,8 @@ def _stage3_gathers(
     if job.method != "full":
         adapters = adapter_sizes(model, rank=job.lora_rank, targets=job.lora_targets)
         persistent += sum(numel * count for numel, count in adapters if numel <= threshold)
-    always = {"persistent_parameters": width * persistent, "reduce_bucket": width * zero.reduce_bucket_size}
+    reduced = _reduction_bytes(strategy, job)
+    always = {"persistent_parameters": width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
     held = gathered_elements(model, zero, checkpointing=strategy.gradient_checkpointing)
     more = {moment: {"gathered_parameters": width * count} for moment, count in held.items()}
     # A tied head's gradient waits in autograd for the embedding's.
@@ -149,7 +155,7 @@ def _stage3_gathers(
         "after_first_layer": in_layer,
         "embedding_backward": model.embedding_parameters + tied,
     }
-    copied = width * min(zero.reduce_bucket_size, parameters.trainable)
+    copied = reduced * min(zero.reduce_bucket_size, parameters.trainable)
     # qwZ gathers int8, dequantizes into a flat tensor and copies out of that (partition_parameters.py:1515, 767).
     copy_bytes = width + (1 if zero.quantized_weights else 0)
     fetched = copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .distillation_memory import teacher_host_terms, teacher_loading_bytes
 from .hardware import HardwareSpec
@@ -59,17 +59,17 @@ def _loading_bytes(
     """Bytes that `from_pretrained` holds on one node.
 
     ZeRO-3 copies from memory-mapped shards module by module (transformers/modeling_utils.py:4397), except where
-    loading fuses experts, which every rank materialises. A pipeline's rank reads the tensors of its own stage.
-    Elsewhere every rank holds the whole model; Accelerate makes it fp32 on every rank before FSDP2 shards it
-    (accelerate/utils/fsdp_utils.py:813).
+    loading fuses experts, which every rank materialises. A pipeline's rank reads its stage layer by layer and keeps its
+    tensor-parallel share of each before the next. Elsewhere every rank holds the whole model; Accelerate makes it fp32
+    on every rank before FSDP2 shards it (accelerate/utils/fsdp_utils.py:813).
     """
     if job.method == "qlora":
         return ranks * parameters.frozen_bytes
     if strategy.zero_stage == 3:
         return ranks * job.compute_bytes * model.parameter_count if model.weight_conversion else 0
     if strategy.pp > 1:
-        stages = rank_shares(replace(strategy, tp=1), model, job)
-        return ranks * job.compute_bytes * max(stage.model.parameter_count for stage in stages)
+        largest = max(share.model.parameter_count for share in rank_shares(strategy, model, job))
+        return ranks * job.compute_bytes * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
     fp32_weights = job.method == "full" and strategy.engine != "deepspeed"
     width = 4 if fp32_weights else job.compute_bytes
     return ranks * width * model.parameter_count

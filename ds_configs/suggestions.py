@@ -106,8 +106,10 @@ def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change
         "--strategy auto": replace(job, strategy="auto"),
         "--teacher-placement auto": replace(job, teacher_placement="auto"),
     }
+    free: dict[str, Any] = dict.fromkeys(AXIS_FIELDS)
     for field in AXIS_FIELDS:
-        freed[f"--{field.replace('_', '-')} auto"] = replace(job, **{field: None})
+        one: dict[str, Any] = {field: None}
+        freed[f"--{field.replace('_', '-')} auto"] = replace(job, **one)
     changed = {flag: changed_job for flag, changed_job in freed.items() if changed_job != job}
     for flag, changed_job in changed.items():
         yield flag, hardware, changed_job
@@ -119,7 +121,7 @@ def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change
             offload="auto",
             strategy="auto",
             teacher_placement="auto",
-            **dict.fromkeys(AXIS_FIELDS),
+            **free,
         )
         yield " ".join(changed), hardware, everything
 

@@ -116,10 +116,13 @@ def _micro_batch_terms(
 def _layer_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate) -> tuple[int, int]:
     """Return what a layer keeps until its backward, and what that needs beyond what is kept."""
     tokens = strategy.micro_batch_size * job.seq_len_tokens
-    dropout_masks = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
+    more = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
+    if strategy.sp > 1:
+        # What attention returns is saved for whole sequences and, after the exchange of heads, for all heads.
+        more += job.compute_bytes * tokens * model.dimensions.query_size
     if strategy.gradient_checkpointing:
-        return traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + dropout_masks
-    return traced.saved_bytes_per_layer + dropout_masks, traced.backward_transient_bytes
+        return traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more
+    return traced.saved_bytes_per_layer + more, traced.backward_transient_bytes
 
 
 def _weight_copies(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.errors import ShardwrightError
-from .pipeline_loading import CheckpointTensors
+from .checkpoint_tensors import INDEX, SINGLE, CheckpointTensors
 from .pipeline_tensor_parallel import own_part, whole_tensor
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 LARGEST_FILE_BYTES = 5_000_000_000
 """Tensors of one file together, unless a single one is larger."""
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def pipeline_state_dict(module: Any) -> dict[str, Tensor]:
@@ -161,7 +160,7 @@ def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
         parts.generation_config.save_pretrained(unfinished)
     output.mkdir(parents=True, exist_ok=True)
     new = {path.name for path in unfinished.iterdir()}
-    for stale in (*output.glob("model*.safetensors"), output / _INDEX):
+    for stale in (*output.glob("model*.safetensors"), output / INDEX):
         if stale.name not in new:
             stale.unlink(missing_ok=True)
     for path in unfinished.iterdir():
@@ -173,7 +172,7 @@ def _name_files(directory: Path) -> None:
 
     files = sorted(directory.glob("stage-*.safetensors"))
     if len(files) == 1:
-        files[0].rename(directory / _SINGLE)
+        files[0].rename(directory / SINGLE)
         return
     weight_map: dict[str, str] = {}
     parameters = size = 0
@@ -186,4 +185,4 @@ def _name_files(directory: Path) -> None:
                 parameters, size = parameters + tensor.numel(), size + tensor.nbytes
         path.rename(directory / name)
     index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ Seen with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,10 @@ def repair_clipping(engine: Any) -> None:
     """Make a pipeline engine clip ZeRO-0 gradients in fp32 by the norm over all stages, tied weights once."""
 
     def clip() -> None:
-        norm = gradient_norm(engine.module.parameters(), engine.grid.get_model_parallel_group())
+        grid = engine.grid
+        holds_whole = grid.get_slice_parallel_rank() == 0
+        counted = (p for p in engine.module.parameters() if counts_in_norm(p, holds_whole=holds_whole))
+        norm = gradient_norm(counted, grid.get_model_parallel_group(), engine.device)
         engine._global_grad_norm = norm
         factor = engine.gradient_clipping() / (norm + 1e-6)
         if factor < 1:
@@ -95,39 +98,50 @@ def repair_clipping(engine: Any) -> None:
     engine.clip_fp32_gradients = clip
 
 
-def free_logits_early(engine: Any) -> None:
-    """Make the last stage of a 1F1B engine let go of a micro-batch's logits and labels after its backward pass."""
-    from deepspeed.runtime.pipe import schedule
-
-    run = engine._INSTRUCTION_MAP[schedule.BackwardPass]
-
-    def backward_pass(self: Any, buffer_id: int, **kwargs: Any) -> None:
-        run(self, buffer_id, **kwargs)
-        for kept in ("outputs", "labels"):
-            self.pipe_buffers[kept][buffer_id] = None
-
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.BackwardPass: backward_pass}
-
-
-def gradient_norm(parameters: Any, group: Any) -> torch.Tensor:
-    """Return the 2-norm of the gradients of all stages, where a weight that two stages share counts once.
+def counts_in_norm(parameter: Any, *, holds_whole: bool) -> bool:
+    """Whether this rank counts a parameter in the norm of all stages, so that some rank does and no second one.
 
     Args:
-        parameters: This stage's parameters, after gradients were summed over stages that share one.
-        group: The ranks of one pipeline.
+        parameter: A parameter of this rank's stage.
+        holds_whole: Whether this rank answers for what each rank of its tensor-parallel group holds whole.
     """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    copy = getattr(parameter, "ds_pipe_replicated", False)
+    return not copy and (holds_whole or is_model_parallel_parameter(parameter))
+
+
+def gradient_norm(parameters: Iterable[torch.Tensor], group: Any, device: Any) -> torch.Tensor:
+    """Return the 2-norm of the gradients of all ranks of a group, each of which counts its own parameters."""
     import torch
     import torch.distributed as dist
 
-    gradients = [
-        parameter.grad
-        for parameter in parameters
-        if parameter.grad is not None and not getattr(parameter, "ds_pipe_replicated", False)
-    ]
-    squares = sum(gradient.float().pow(2).sum() for gradient in gradients)
-    total = torch.as_tensor(squares, dtype=torch.float32, device=gradients[0].device if gradients else None)
-    dist.all_reduce(total, group=group)
-    return total.sqrt()
+    squares = torch.zeros((), dtype=torch.float32, device=device)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            squares += parameter.grad.float().pow(2).sum()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def free_logits_early(engine: Any) -> None:
+    """Make the last stage of a 1F1B engine keep a micro-batch's loss alone, whose graph holds what backward needs."""
+    from deepspeed.runtime.pipe import schedule
+
+    forward, backward = (engine._INSTRUCTION_MAP[kind] for kind in (schedule.ForwardPass, schedule.BackwardPass))
+
+    def forward_pass(self: Any, buffer_id: int) -> None:
+        forward(self, buffer_id)
+        if self.is_last_stage() and self.module.training:
+            self.pipe_buffers["outputs"][buffer_id] = None
+
+    def backward_pass(self: Any, buffer_id: int) -> None:
+        backward(self, buffer_id)
+        self.pipe_buffers["labels"][buffer_id] = None
+
+    if type(engine).__name__ != "DualPipeVEngine":
+        replaced = {schedule.ForwardPass: forward_pass, schedule.BackwardPass: backward_pass}
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **replaced}
 
 
 def optimizer_step(engine: Any, micro_batches: Sequence[Any]) -> torch.Tensor:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.parallelism.stages import PipelineStage
+from .checkpoint_tensors import CheckpointTensors
 from .pipeline_families import pipeline_family
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class StageParts:
@@ -152,62 +151,3 @@ def _on_meta(source: str, *, dtype: torch.dtype | None, attn_implementation: str
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
     return model
-
-
-class CheckpointTensors:
-    """Tensors of a Hugging Face checkpoint by name; only the files that hold what is read are opened or downloaded."""
-
-    def __init__(self, source: str, *, revision: str | None = None) -> None:
-        """Find the files.
-
-        Raises:
-            UsageError: There are no safetensors.
-        """
-        import json
-
-        self._source, self._revision = source, revision
-        index = self._file(_INDEX)
-        if index is not None:
-            self._files: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        elif (single := self._file(_SINGLE)) is not None:
-            from safetensors import safe_open
-
-            with safe_open(single, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), _SINGLE)
-        else:
-            rule = f"holds neither {_SINGLE} nor {_INDEX}"
-            fix = "name a checkpoint with safetensors"
-            raise UsageError(Fault(where="model", value=source, rule=rule, fix=fix))
-
-    def _file(self, name: str) -> str | None:
-        from transformers.utils import cached_file
-
-        found: str | None = cached_file(
-            self._source,
-            name,
-            revision=self._revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=True,
-        )
-        return found
-
-    def read(self, name: str, *, shape: Any) -> Tensor:
-        """Return a tensor; a checkpoint of the model without its head lacks the first part of every name.
-
-        Raises:
-            UsageError: The checkpoint lacks it, or has it in another shape.
-        """
-        from safetensors import safe_open
-
-        stored = next((each for each in (name, name.partition(".")[2]) if each in self._files), None)
-        if stored is None:
-            raise UsageError(Fault(where=self._source, value=name, rule="the checkpoint lacks this tensor"))
-        path = self._file(self._files[stored])
-        if path is None:
-            raise UsageError(Fault(where=self._source, value=self._files[stored], rule="this file is missing"))
-        with safe_open(path, framework="pt") as file:
-            found: Tensor = file.get_tensor(stored)
-        if tuple(found.shape) != tuple(shape):
-            rule = f"has shape {tuple(found.shape)}, the config needs {tuple(shape)}"
-            raise UsageError(Fault(where=self._source, value=name, rule=rule))
-        return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,21 +168,20 @@ def test_models_that_would_not_train_the_same_are_refused(model: Any, named: str
     assert named in str(fault)
 
 
-@pytest.fixture(autouse=True)
-def fresh_process() -> Iterator[None]:
-    yield
+@pytest.fixture
+def arguments(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Return what makes TrainingArguments with DeepSpeed, and bring the process back to a fresh one afterwards."""
     from shardwright.plugins.accelerate import forget_last_run
-
-    forget_last_run()
-
-
-def arguments(directory: Path, section: dict[str, Any] | None = None, stage: int = 2, **settings: Any) -> Any:
     from transformers import TrainingArguments
 
-    configuration: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_batch_size": "auto"}
-    if section is not None:
-        configuration["expert_parallel"] = section
-    return TrainingArguments(str(directory), use_cpu=True, deepspeed=configuration, report_to="none", **settings)
+    def make(section: dict[str, Any] | None = None, stage: int = 2, **settings: Any) -> Any:
+        configuration: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_batch_size": "auto"}
+        if section is not None:
+            configuration["expert_parallel"] = section
+        return TrainingArguments(str(tmp_path), use_cpu=True, deepspeed=configuration, report_to="none", **settings)
+
+    yield make
+    forget_last_run()
 
 
 def refusal(callback: ExpertParallelCallback, made: Any, model: Any) -> list[str]:
@@ -191,9 +190,9 @@ def refusal(callback: ExpertParallelCallback, made: Any, model: Any) -> list[str
     return [str(fault) for fault in caught.value.faults]
 
 
-def test_what_the_configuration_contradicts_is_told_together(tmp_path: Path) -> None:
+def test_what_the_configuration_contradicts_is_told_together(arguments: Callable[..., Any]) -> None:
     section = {"enabled": False, "autoep_size": 4, "use_groupd_mm": True, "top_k": 1}
-    told = refusal(ExpertParallelCallback(2), arguments(tmp_path, section), mixtral())
+    told = refusal(ExpertParallelCallback(2), arguments(section), mixtral())
     assert "ep = 2: must divide the data-parallel ranks (1 % 2 = 1)" in told[0]
     assert [text.partition(" ")[0].partition(":")[0] for text in told[1:]] == [
         *("expert_parallel.enabled", "expert_parallel.autoep_size"),
@@ -202,8 +201,10 @@ def test_what_the_configuration_contradicts_is_told_together(tmp_path: Path) -> 
     assert "did you mean 'use_grouped_mm'?" in told[3]
 
 
-def test_a_section_for_the_same_ranks_is_accepted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = arguments(tmp_path, {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}, stage=3)
+def test_a_section_for_the_same_ranks_is_accepted_twice(
+    arguments: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = arguments({"enabled": True, "autoep_size": 2, "use_grouped_mm": False}, stage=3)
     monkeypatch.setattr(type(made), "world_size", 2)
     model = mixtral()
     model.config.topk_method = "greedy"
@@ -227,14 +228,14 @@ def test_dense_models_and_other_engines_are_refused(tmp_path: Path) -> None:
     assert any("not on ddp" in text for text in told)
 
 
-def test_reentrant_recomputation_is_refused_with_a_balance_loss(tmp_path: Path) -> None:
+def test_reentrant_recomputation_is_refused_with_a_balance_loss(arguments: Callable[..., Any]) -> None:
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    told = refusal(ExpertParallelCallback(2), arguments(tmp_path, **settings), mixtral(output_router_logits=True))
+    told = refusal(ExpertParallelCallback(2), arguments(**settings), mixtral(output_router_logits=True))
     assert any("use_reentrant = True" in text for text in told)
 
 
-def test_zero0_in_16_bit_is_refused(tmp_path: Path) -> None:
-    told = refusal(ExpertParallelCallback(2), arguments(tmp_path, stage=0, bf16=True), mixtral())
+def test_zero0_in_16_bit_is_refused(arguments: Callable[..., Any]) -> None:
+    told = refusal(ExpertParallelCallback(2), arguments(stage=0, bf16=True), mixtral())
     assert any("in fp32 only" in text for text in told)
 
 
@@ -260,7 +261,7 @@ def test_greedy_routing_still_needs_its_keys() -> None:
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8}
-    routing = {"topk_method": "greedy", "n_routed_experts": 8, "n_group": 4, "topk_group": 1}
+    routing = {"topk_method": "greedy", "n_routed_experts": 8, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 2}
     config = DeepseekV2Config(
         **sizes, **heads, **routing, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=0, vocab_size=32
     )

@@ -17,11 +17,12 @@ from shardwright.ds_configs.hardware import parse_hardware
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.memory import GpuMemory, estimate_memory
 from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.model_states import RankParameters, rank_parameters, share_parameters
 from shardwright.ds_configs.parallelism.pipeline_stages import forward_flops_per_token, pipeline_stages
 from shardwright.ds_configs.parallelism.shares import micro_batches_in_flight, rank_shares, stage_share
 from shardwright.ds_configs.partitions import whole_tensors_of_partitions
+from shardwright.ds_configs.rank_parameters import RankParameters, rank_parameters, share_parameters
 from shardwright.ds_configs.strategy import Strategy
+from shardwright.ds_configs.tensor_terms import share_moment_terms
 from shardwright.ds_configs.terms import TERM_MEANINGS, TERM_ROLES
 
 MODEL = llama()
@@ -43,7 +44,7 @@ def share_of(model: ModelSpec, **axes: int) -> RankParameters:
     return rank_parameters(model, TrainingJob(), Strategy(engine="deepspeed", zero_stage=1, **axes))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     layers=st.integers(2, 12),
     key_value_heads=st.sampled_from([4, 8]),
@@ -93,7 +94,7 @@ def test_biases_follow_their_matrices():
     assert by_name["transformer.h.*.mlp.c_proj.bias"] == (768,)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=15)
 @given(
     layers=st.integers(1, 40),
     vocabulary=st.sampled_from([1000, 60_000, 500_000]),
@@ -111,7 +112,7 @@ def test_stages_hold_the_model_once_and_a_tied_embedding_twice(layers, vocabular
     assert held == model.parameter_count + (model.embedding_parameters if tied and pp > 1 else 0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(layers=st.integers(1, 9), vocabulary=st.sampled_from([500, 20_000, 300_000]), data=st.data())
 def test_no_cut_has_a_faster_slowest_stage(layers, vocabulary, data):
     model, job = llama(num_hidden_layers=layers, vocab_size=vocabulary), TrainingJob()
@@ -184,7 +185,7 @@ def test_expert_partitions_are_cut_for_the_ranks_that_hold_the_same_experts():
     assert max(held) >= (matrices - experts) / 4 + experts / 2
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(stage=st.sampled_from([1, 2]), checkpointing=st.booleans(), accumulation=st.integers(1, 4))
 def test_more_expert_parallel_ranks_never_need_more(stage, checkpointing, accumulation):
     peaks = [
@@ -205,7 +206,8 @@ def test_more_expert_parallel_ranks_never_need_more(stage, checkpointing, accumu
 def test_sequence_and_context_ranks_divide_activations_and_join_in_sharding(axes):
     alone = gpu_memory(LLAMA_8B, seq_len_tokens=32768, dp_shard=2, **(axes | dict.fromkeys(("sp", "cp"), 1)))
     divided = gpu_memory(LLAMA_8B, seq_len_tokens=32768, **axes)
-    assert divided.terms["activations"] == pytest.approx(alone.terms["activations"] / 2, rel=1e-6)
+    half = alone.terms["activations"] // 2
+    assert half <= divided.terms["activations"] < 1.2 * half
     assert divided.terms["weights"] == alone.terms["weights"]
 
 
@@ -228,20 +230,57 @@ def test_every_term_of_a_stage_is_explained(pp):
 
 
 def test_quantized_weights_are_gathered_beside_their_copies():
-    strategy = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
+    strategy = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8, gradient_checkpointing=True)
     quantized = replace(strategy, zero=replace(strategy.zero, quantized_weights=True))
-    job = TrainingJob(gradient_checkpointing="on")
-    before, after = (estimate_memory(s, LLAMA_8B, HARDWARE, job).gpu.phases["backward"] for s in (strategy, quantized))
-    assert after - before == strategy.zero.stage3_prefetch_bucket_size
+    shares = (rank_shares(s, LLAMA_8B, TrainingJob())[0] for s in (strategy, quantized))
+    before, after = (
+        share_moment_terms(s, share, TrainingJob())["last_layer_backward"]
+        for s, share in zip((strategy, quantized), shares, strict=True)
+    )
+    assert before["prefetch_copies"] == 2 * strategy.zero.stage3_prefetch_bucket_size
+    assert after == before | {"prefetch_copies": 3 * strategy.zero.stage3_prefetch_bucket_size}
+
+
+def test_reductions_are_in_fp32_between_sequence_parallel_ranks():
+    job = TrainingJob(seq_len_tokens=4096)
+    for stage, term in ((1, "reduce_copy"), (2, "reduce_copy"), (3, "reduce_bucket")):
+        strategy = Strategy(engine="deepspeed", zero_stage=stage, dp_shard=4)
+        alone, shared = (
+            share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["last_layer_backward"][term]
+            for s in (strategy, replace(strategy, dp_shard=2, sp=2))
+        )
+        assert shared == 2 * alone
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_sequence_parallel_attention_keeps_its_output_before_and_after_the_exchange(precision):
+    job = TrainingJob(seq_len_tokens=4096, precision=precision)
+    strategy = Strategy(engine="deepspeed", zero_stage=1, dp_shard=2)
+    alone, shared = (
+        share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["after_head"]["activations"]
+        for s in (strategy, replace(strategy, dp_shard=1, sp=2))
+    )
+    exchanged = 32 * 2048 * 4096 * job.compute_bytes
+    assert shared - exchanged == pytest.approx(alone / 2, abs=2)
 
 
 def test_a_trace_of_the_whole_model_serves_where_no_coefficients_are_stored():
     strategy = Strategy(engine="deepspeed", zero_stage=1, pp=2, gradient_accumulation_steps=2)
     model = replace(MODEL, model_type="unheard_of")
     memory = estimate_memory(strategy, model, HARDWARE, TrainingJob(), activations=no_activations).gpu
-    assert memory.terms["weights"] == 2 * share_parameters(
-        next(s.model for s in rank_shares(strategy, model, TrainingJob()) if s.stage.index == memory.stage), TrainingJob()
-    ).trainable  # fmt: skip
+    stages = {share.stage.index: share.model for share in rank_shares(strategy, model, TrainingJob()) if share.stage}
+    assert memory.stage is not None
+    assert memory.terms["weights"] == 2 * share_parameters(stages[memory.stage], TrainingJob()).trainable
+
+
+def test_loading_a_pipeline_reads_each_stage_once():
+    hardware = parse_hardware("8xH100-80GB")
+    loading = {}
+    for pp in (1, 4):
+        strategy = Strategy(engine="deepspeed", zero_stage=1, pp=pp, dp_shard=8 // pp)
+        loading[pp] = estimate_memory(strategy, LLAMA_70B, hardware, TrainingJob()).host.terms["checkpoint_loading"]
+    assert loading[1] == 8 * 2 * LLAMA_70B.parameter_count
+    assert loading[1] / 4 < loading[4] < loading[1] / 3.5
 
 
 def test_the_grid_holds_every_layout_and_stage():

@@ -146,5 +146,5 @@ def test_check_knows_the_sections(sections, expected):
         "gradient_clipping": "auto",
         **sections,
     }
-    findings = check_text(json.dumps(config), name="ds_config.json", world_size=8, uses_transformers=True)
+    findings = check_text(json.dumps(config), filename="ds_config.json", world_size=8, uses_transformers=True)
     assert any(expected in str(finding.fault) for finding in findings), [str(finding.fault) for finding in findings]

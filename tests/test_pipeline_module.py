@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.parallelism.pipeline import (
     PIPELINE_MODEL_TYPES,
     batch_faults,
@@ -22,6 +22,7 @@ from shardwright.ds_configs.parallelism.pipeline import (
 )
 from shardwright.ds_configs.parallelism.stages import balanced_stages, bubble_fraction
 from shardwright.plugins import pipeline_checkpoint
+from shardwright.plugins.checkpoint_tensors import CheckpointTensors
 from shardwright.plugins.pipeline_checkpoint import (
     load_pipeline_checkpoint,
     pipeline_state_dict,
@@ -198,8 +199,6 @@ def test_names_are_those_of_the_checkpoint_and_each_tensor_lies_in_one_stage(mod
 
 
 def test_a_rank_reads_and_holds_its_own_stage_alone(models, monkeypatch):
-    from shardwright.plugins.pipeline_loading import CheckpointTensors
-
     model, directory = models["llama"]
     asked = []
     read = CheckpointTensors.read
@@ -300,6 +299,8 @@ def test_saved_checkpoint_loads_in_transformers_with_equal_logits(models, tmp_pa
         assert set(index["weight_map"].values()) == {path.name for path in output.glob("*.safetensors")}
         tensors = pipeline_state_dict(module)
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+        read = pipeline_state_dict(on_one_rank(output))
+        assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
 
 
 @torch.no_grad()
@@ -355,6 +356,21 @@ def test_checkpoints_that_do_not_match_are_refused(models, tmp_path):
         load_pipeline_checkpoint(SimpleNamespace(stages=(stage,)), models["qwen3"][1])
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors.index.json", b"[" * 5_000, "is not a safetensors index"),
+        ("model.safetensors.index.json", b'{"metadata": {}}', "is not a safetensors index"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../a.safetensors"}}', "file of the same directory"),
+        ("model.safetensors", b"\x00" * 40, "is not a whole safetensors file"),
+    ],
+)
+def test_corrupt_checkpoints_are_refused(tmp_path, name, content, says):
+    (empty_checkpoint(tmp_path) / name).write_bytes(content)
+    with pytest.raises(RefusedInputError, match=says):
+        StageParts(tmp_path)
+
+
 def empty_checkpoint(directory):
     CONFIGS["llama"]().save_pretrained(directory)
     return directory
@@ -377,6 +393,15 @@ def test_models_that_have_no_stages_are_refused(models):
     crossed = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, add_cross_attention=True))
     with pytest.raises(UsageError, match="has no encoder"):
         StageParts(crossed)
+
+
+def test_auto_tp_still_refuses_what_is_no_model_of_transformers(models):
+    """If this fails, stages may be cut by DeepSpeed itself: see plugins/pipeline_tensor_parallel.py."""
+    from deepspeed.module_inject.auto_tp import AutoTP
+
+    (stage,) = stages_of(models["llama"][0], 1)
+    with pytest.raises(AssertionError, match="Not able to determine model policy automatically"):
+        AutoTP.tp_parser(stage)
 
 
 LEGAL = {"stages": 2, "num_layers": 4, "model_type": "llama", "zero_stage": 1, "world_size": 4, "micro_batches": 4}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import LAYERS, Case, data_of, untrained_model
 from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.parallelism.stages import PipelineStage, balanced_stages
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.pipeline_engine import repair_clipping, set_global_batch
-from shardwright.trainers.pipeline.checks import check_pipeline, global_batch_faults, stages_faults
+from shardwright.trainers.pipeline.checks import check_pipeline, engine_faults, global_batch_faults, stages_faults
 from shardwright.trainers.pipeline.evaluation import own_samples
 from shardwright.trainers.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
 from shardwright.trainers.pipeline.source import balanced, source_of
@@ -31,6 +31,7 @@ def batch_of(samples: int, tokens: int, *, masked: bool) -> dict[str, torch.Tens
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(2, 7)), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(sizes=sizes, masked=st.booleans())
 def test_batches_of_one_shape_predict_the_same_tokens(sizes: list[tuple[int, int]], masked: bool) -> None:
     batches = [batch_of(samples, tokens, masked=masked) for samples, tokens in sizes]
@@ -70,6 +71,7 @@ def test_batches_that_stages_cannot_pass_on_are_refused_together() -> None:
     assert "labels" in str(raised.value)
 
 
+@settings(deadline=None)
 @given(samples=st.integers(1, 30), rows=st.integers(1, 4), replicas=st.integers(1, 4))
 def test_replicas_count_each_sample_once(samples: int, rows: int, replicas: int) -> None:
     """Against Accelerate's own sharding of a sequential sampler."""
@@ -117,10 +119,10 @@ def forgotten_runs() -> Iterator[None]:
 def faults_of(arguments: Any, **more: Any) -> dict[str, str]:
     """Return the refused fields with the sentences about each."""
     model = untrained_model("llama")
-    settings = {"stages": 2, "dual_pipe": False, "eval_dataset": None, "model": model, **more}
+    layout = {"stages": 2, "dual_pipe": False, "eval_dataset": None, **more}
     found: dict[str, str] = {}
     try:
-        check_pipeline(arguments, model.config, **settings)
+        check_pipeline(arguments, model, **layout)
     except UsageError as error:
         for fault in error.faults:
             found[fault.where] = f"{found.get(fault.where, '')}{fault}\n"
@@ -160,7 +162,24 @@ def test_dual_pipe_needs_micro_batches(tmp_path: Path) -> None:
 def test_other_axes_are_refused(tmp_path: Path) -> None:
     arguments = deepspeed_arguments(tmp_path, Case())
     arguments.deepspeed_plugin.deepspeed_config["tensor_parallel"] = {"autotp_size": 2}
-    assert "excludes pp = 2" in faults_of(OnRanks(4, arguments))["tp"]
+    assert "tensor_parallel_size" in faults_of(OnRanks(4, arguments))["tensor_parallel.autotp_size"]
+    del arguments.deepspeed_plugin.deepspeed_config["tensor_parallel"]
+    assert faults_of(OnRanks(4, arguments), tensor_parallel_size=2) == {}
+    assert "pp * tp" in str(faults_of(OnRanks(6, arguments), tensor_parallel_size=2))
+    arguments.deepspeed_plugin.deepspeed_config["expert_parallel"] = {"autoep_size": 2}
+    assert "excludes pp = 2" in faults_of(OnRanks(4, arguments))["ep"]
+
+
+def test_stages_that_ranks_share_send_whole_activations(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    config = arguments.hf_deepspeed_config.config
+    assert engine_faults(arguments, replicas=1, tensor_parallel_size=1) == []
+    assert "pipeline" not in config
+    assert engine_faults(arguments, replicas=1, tensor_parallel_size=2) == []
+    assert config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+    config["pipeline"]["grad_partitioned"] = True
+    (fault,) = engine_faults(arguments, replicas=1, tensor_parallel_size=2)
+    assert fault.where == "pipeline.grad_partitioned"
 
 
 def test_iterable_evaluation_data_is_refused_for_replicas(tmp_path: Path) -> None:
@@ -197,6 +216,7 @@ def test_a_contradicting_global_batch_is_explained() -> None:
     assert 'write 24 or "auto"' in str(contradicting)
 
 
+@settings(deadline=None)
 @given(layers=st.integers(1, 12), stages=st.integers(1, 12))
 def test_balanced_stages_hold_each_layer_once(layers: int, stages: int) -> None:
     if stages <= layers:
@@ -227,18 +247,23 @@ def test_a_checkpoint_is_not_read_to_know_its_model(tiny_llama: Path) -> None:
     assert source_of(model) is model
 
 
-def test_clipping_counts_all_stages_and_tied_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another stage contributes 16; the own parameters have gradients 3 and, tied to the other stage's, 7."""
-    own, tied, unused = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
-    own.grad, tied.grad = torch.tensor([3.0]), torch.tensor([7.0])
-    tied.ds_pipe_replicated = True  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(16.0))
+@pytest.mark.parametrize("first_of_its_group", [True, False])
+def test_clipping_counts_every_parameter_once(monkeypatch: pytest.MonkeyPatch, first_of_its_group: bool) -> None:
+    """The other ranks contribute 16 or 7; here gradients are 3 in a cut matrix, 3 in a whole one, 7 in a tied copy."""
+    cut, whole, tied, unused = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
+    cut.grad, whole.grad, tied.grad = torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([7.0])
+    tied.ds_pipe_replicated = cut.tensor_model_parallel = True  # type: ignore[attr-defined]
+    others = 7.0 if first_of_its_group else 16.0
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(others))
     engine: Any = SimpleNamespace(
-        module=torch.nn.ParameterList([own, tied, unused]),
-        grid=SimpleNamespace(get_model_parallel_group=lambda: None),
+        module=torch.nn.ParameterList([cut, whole, tied, unused]),
+        grid=SimpleNamespace(
+            get_model_parallel_group=lambda: None, get_slice_parallel_rank=lambda: 0 if first_of_its_group else 1
+        ),
         gradient_clipping=lambda: 0.5,
+        device="cpu",
     )
     repair_clipping(engine)
     engine.clip_fp32_gradients()
     assert engine._global_grad_norm == pytest.approx(5.0)
-    assert [own.grad.item(), tied.grad.item()] == pytest.approx([0.3, 0.7], rel=1e-5)
+    assert [cut.grad.item(), whole.grad.item(), tied.grad.item()] == pytest.approx([0.3, 0.3, 0.7], rel=1e-5)

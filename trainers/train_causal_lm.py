@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,13 +139,17 @@ def load_config(flags: argparse.Namespace) -> Any:
     return AutoConfig.from_pretrained(flags.model, revision=flags.revision, trust_remote_code=False)
 
 
-def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int) -> Any:
+def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int, *, for_stages: bool = False) -> Any:
     """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are made.
+
+    `for_stages` leaves weights to the stages of a pipeline where these can get them as they are wanted: the model is
+    then the name of its checkpoint, or without memory.
 
     Raises:
         RefusedInputError: A local directory has weights in another format than safetensors.
         UsageError: 4-bit weights are asked for where there are none to load.
     """
+    import torch
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
@@ -166,7 +171,10 @@ def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int) ->
     if random_weights and flags.method == "qlora":
         raise UsageError(Fault(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
     if random_weights:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        with torch.device("meta") if for_stages else nullcontext():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    if for_stages and flags.method == "full" and flags.revision is None and config.dtype == dtype:
+        return flags.model
     return AutoModelForCausalLM.from_pretrained(
         flags.model,
         revision=flags.revision,
@@ -223,7 +231,8 @@ def train(flags: argparse.Namespace) -> None:
     check_seq_len(flags.seq_len, config)
     tokenizer = load_tokenizer(flags, config.get_text_config().vocab_size)
     samples = pack(read_documents(flags.text), tokenizer, flags.seq_len)
-    model = load_model(flags, config, weights_dtype(arguments, method=flags.method), arguments.seed)
+    dtype = weights_dtype(arguments, method=flags.method)
+    model = load_model(flags, config, dtype, arguments.seed, for_stages=parallelism.is_pipeline)
     if flags.method != "full":
         adapters_in_fp32 = engine != "deepspeed"
         model = add_lora(model, rank=flags.lora_rank, targets=flags.lora_targets, fp32_adapters=adapters_in_fp32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from ..candidate import Candidate
 from ..errors import Fault
@@ -99,11 +100,12 @@ def with_axes(strategy: Strategy, axes: Mapping[str, int], hardware: HardwareSpe
     for axis, size in axes.items():
         others *= size if axis != "ep" else 1
     left = max(1, hardware.world_size // max(1, others))
+    changes: dict[str, Any] = dict(axes)
     if strategy.dp_shard == 1:
-        return replace(strategy, dp_replicate=left, **axes)
-    if strategy.dp_replicate > 1:
-        return replace(strategy, dp_shard=max(1, left // strategy.dp_replicate), **axes)
-    return replace(strategy, dp_shard=left, **axes)
+        changes["dp_replicate"] = left
+    else:
+        changes["dp_shard"] = max(1, left // strategy.dp_replicate)
+    return replace(strategy, **changes)
 
 
 def three_dimensional(

@@ -84,6 +84,8 @@ def slowest_stage(*, layers: int, stages: int, head_layers: float) -> float:
     >>> slowest_stage(layers=6, stages=2, head_layers=2.0)
     1.0
     """
+    if stages == 1:
+        return 1.0
     most = layers - stages + 1
     slowest = min(max(-(-(layers - last) // (stages - 1)), last + head_layers) for last in range(1, most + 1))
     return slowest * stages / (layers + head_layers)

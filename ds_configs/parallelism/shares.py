@@ -58,7 +58,7 @@ def _rank_shares(
     model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int, micro_batches: int
 ) -> tuple[RankShare, ...]:
     if tp > 1:
-        model = tensor_parallel_share(model, tp)
+        model = tensor_parallel_share(model, tp, divides_head=pp == 1)
     if ep > 1:
         model = expert_parallel_share(model, ep)
     if pp == 1:
@@ -90,12 +90,12 @@ def micro_batches_in_flight(stages: int, stage: int, micro_batches: int) -> int:
     return min(micro_batches, stages - stage)
 
 
-def tensor_parallel_share(model: ModelSpec, tp: int) -> ModelSpec:
+def tensor_parallel_share(model: ModelSpec, tp: int, *, divides_head: bool = True) -> ModelSpec:
     """Return what the fullest of `tp` ranks holds, as AutoTP divides a model (deepspeed 0.19.8, `auto_tp.py`).
 
     Matrices of attention and MLP are divided, by whole key/value heads with their query heads and by columns. An output
     head of its own holds `1 / tp` of the vocabulary and gathers the logits; norms, the embedding and a head tied to it
-    are whole.
+    are whole. In a pipeline every output head is whole (`divides_head` false).
     """
     sizes = model.dimensions
     key_value_heads = -(-sizes.num_key_value_heads // tp)
@@ -106,7 +106,10 @@ def tensor_parallel_share(model: ModelSpec, tp: int) -> ModelSpec:
         intermediate_size=-(-sizes.intermediate_size // tp),
     )
     flipped = model.model_type in CONV1D_FAMILIES
-    parameters = tuple(_divided(parameter, sizes, local, tp, flipped) for parameter in model.parameters)
+    parameters = tuple(
+        parameter if parameter.group == "head" and not divides_head else _divided(parameter, sizes, local, tp, flipped)
+        for parameter in model.parameters
+    )
     return replace(model, dimensions=local, parameters=parameters)
 
 

@@ -114,8 +114,10 @@ def step_cost(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job:
     if strategy.pp > 1:
         volume = collectives.pipeline_bytes(tokens=step.tokens, hidden_size=sizes.hidden_size, element_bytes=width)
         transfer = volume / _stage_boundary_bytes_per_s(strategy, hardware)
+        # A pipeline of more stages than layers is refused later, whatever it costs.
+        stages = min(strategy.pp, layers)
         slot = (compute + tensor) * collectives.slowest_stage(
-            layers=layers, stages=strategy.pp, head_layers=_head_layers(model, job)
+            layers=layers, stages=stages, head_layers=_head_layers(model, job)
         )
         idle = (strategy.pp - 1) * slot + step.micro_batches * (slot - compute - tensor)
     many, scale = step.micro_batches, step.scale

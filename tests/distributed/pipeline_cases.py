@@ -24,6 +24,7 @@ class Case:
     ragged: bool = False
     optimizer: str = "adamw_torch"
     replicas: int = 1
+    tensor_ranks: int = 1
     bf16: bool = False
     checkpointing: bool = False
     dual_pipe: bool = False
@@ -34,6 +35,7 @@ class Case:
     @property
     def name(self) -> str:
         flags = ["ragged"] * self.ragged + ["bf16"] * self.bf16 + ["recompute"] * self.checkpointing
+        flags += [f"tp{self.tensor_ranks}"] * (self.tensor_ranks > 1)
         flags += ["dual"] * self.dual_pipe + ["epochs"] * self.epochs
         sizes = f"zero{self.zero_stage}-x{self.accumulation}-dp{self.replicas}"
         return "-".join([self.family, sizes, self.optimizer, *flags])
@@ -149,6 +151,8 @@ FOUR_RANKS = [
     Case(replicas=2, accumulation=3, ragged=True),
     Case(replicas=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
     Case(family="gpt2", replicas=2, accumulation=1, ragged=True, optimizer="sgd"),
+    Case(family="llama-tied", tensor_ranks=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
+    Case(tensor_ranks=2, accumulation=3, ragged=True),
 ]
 RESUMED = Case(family="llama-tied", accumulation=3, ragged=True, optimizer="adamw_torch")
 """Trains in two halves too."""

@@ -22,7 +22,13 @@ def trainer_of(case: Case, output: Path, *, model: Any = None, callbacks: Any = 
     arguments = TrainingArguments(**case.arguments(output, pipeline=True, **more), **overrides)
     model = untrained_model(case.family) if model is None else model
     return PipelineTrainer(
-        model, arguments, pipeline_stages=2, dual_pipe=case.dual_pipe, callbacks=callbacks, **data_of(case)
+        model,
+        arguments,
+        pipeline_stages=2,
+        tensor_parallel_size=case.tensor_ranks,
+        dual_pipe=case.dual_pipe,
+        callbacks=callbacks,
+        **data_of(case),
     )
 
 

@@ -39,7 +39,8 @@ class Case:
     tiled_mlp: int = 0
     tiled_loss: int = 0
     lora: bool = False
-    evaluates_logits: bool = False
+    evaluates: bool = False
+    """Evaluated while it trains, with a metric of logits."""
     interrupted: bool = False
     """Saved after two steps and resumed in another Trainer."""
     parallel: bool = True
@@ -57,28 +58,22 @@ class Case:
             label_smoothing=self.label_smoothing,
             loss=self.loss,
             lora=self.lora,
-            evaluates_logits=self.evaluates_logits,
+            evaluates=self.evaluates,
             parallel=False,
         )
 
 
 TWO_RANKS = [
-    Case(name="zero0", zero_stage=0, accumulation=3),
-    Case(name="zero2-adamw", optimizer="adamw_torch", label_smoothing=0.1),
-    Case(name="zero3-one-kv-head", zero_stage=3, accumulation=3, kv_heads=1),
-    Case(name="compute-loss-func", zero_stage=1, accumulation=3, loss="mean"),
-    Case(name="compute-loss-sum", zero_stage=3, accumulation=3, loss="sum"),
-    Case(name="aligned-labels", accumulation=3, loss="aligned", evaluates_logits=True),
+    Case(name="label-smoothing", optimizer="adamw_torch", label_smoothing=0.1, evaluates=True),
+    Case(name="loss-function-zero0", zero_stage=0, accumulation=3, loss="mean"),
+    Case(name="summed-loss-one-kv-head", zero_stage=3, accumulation=3, loss="sum", kv_heads=1),
+    Case(name="aligned-labels-zero1", zero_stage=1, accumulation=3, loss="aligned", evaluates=True),
     Case(name="tiled-zero3", zero_stage=3, accumulation=3, checkpointing=True, tiled_mlp=3, tiled_loss=4),
-    Case(name="tiled-tied", accumulation=3, tied=True, tiled_mlp=3, tiled_loss=4, evaluates_logits=True),
-    Case(name="lora", lora=True, tiled_mlp=2, accumulation=3),
-    Case(name="resumed", zero_stage=2, optimizer="adamw_torch", accumulation=3, interrupted=True),
+    Case(name="tiled-tied", accumulation=3, tied=True, tiled_mlp=3, tiled_loss=4, evaluates=True),
+    Case(name="tiled-lora", lora=True, tiled_mlp=2, accumulation=3),
+    Case(name="resumed", optimizer="adamw_torch", accumulation=3, interrupted=True),
 ]
-FOUR_RANKS = [
-    Case(name="sp2-dp2-zero2", ranks=4, accumulation=3, evaluates_logits=True),
-    Case(name="sp2-dp2-zero3", ranks=4, accumulation=3, zero_stage=3),
-    Case(name="sp4-fewer-kv-heads", ranks=4, sequence_parallel_size=4, accumulation=3),
-]
+FOUR_RANKS = [Case(name="beside-data-parallelism", zero_stage=3, ranks=4, accumulation=3, evaluates=True)]
 
 
 def model(case: Case) -> Any:
@@ -188,7 +183,7 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         logging_steps=1,
         save_strategy="steps" if case.interrupted else "no",
         save_steps=2,
-        eval_strategy="steps",
+        eval_strategy="steps" if case.evaluates else "no",
         eval_steps=2,
         optim=case.optimizer,
         learning_rate=0.5 if case.optimizer == "sgd" else 1e-3,
@@ -235,7 +230,7 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         eval_dataset=samples(EVALUATED[case.ranks], 4),
         data_collator=padded,
         compute_loss_func=shifting_loss if case.loss == "mean" else None,
-        compute_metrics=accuracy if case.evaluates_logits else None,
+        compute_metrics=accuracy if case.evaluates else None,
     )
     if case.parallel:
         callback.attach(trainer)

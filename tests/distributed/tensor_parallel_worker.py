@@ -48,7 +48,7 @@ def train(case: Case, output: Path) -> None:
 
     trainer.training_step = training_step
     # What one rank draws besides must not give it other dropout masks.
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.rand(1 + int(os.environ["RANK"]))
     trainer.train()
     record = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

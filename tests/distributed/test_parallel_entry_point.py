@@ -64,7 +64,7 @@ def plans(
         )
         plan(str(model), "2xCPU", job).write(directory / name)
     worker = str(Path(__file__).with_name("parallel_entry_worker.py"))
-    torchrun([worker, str(directory), str(STEPS)], ranks=2, timeout_seconds=240)
+    torchrun([worker, str(directory), str(STEPS)], ranks=2, timeout_seconds=480)
     return directory
 
 

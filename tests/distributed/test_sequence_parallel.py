@@ -36,8 +36,8 @@ def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
     return launched(4, tmp_path_factory.mktemp("sequence-4"))
 
 
-def messages(output: Path, name: str) -> list[str]:
-    return [json.loads(path.read_text())[name] for path in sorted(output.glob("messages-*.json"))]
+def stock_failures(output: Path) -> list[str]:
+    return [path.read_text() for path in sorted(output.glob("stock-*.txt"))]
 
 
 def values(logs: list[dict[str, Any]], name: str) -> list[float]:
@@ -49,7 +49,7 @@ def check_equal(case: Case, output: Path, tmp_path: Path) -> None:
 
     trainer, expected = run(case.alone, tmp_path, {"use_cpu": True})
     logs = json.loads((output / f"{case.name}.json").read_text())
-    names = ["loss", "eval_loss"] + ["eval_spread", "eval_right"] * case.evaluates_logits
+    names = ["loss"] + ["eval_loss", "eval_spread", "eval_right"] * case.evaluates
     # Without ZeRO, DeepSpeed tells no norm.
     names += ["grad_norm"] * (case.zero_stage > 0)
     assert len(values(expected, "loss")) == STEPS
@@ -74,25 +74,11 @@ def test_four_ranks_equal_one(case: Case, four_ranks: Path, tmp_path: Path) -> N
     check_equal(case, four_ranks, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        ("left padded", "pad on the right"),
-        ("packed", "one row for each micro-batch"),
-        ("4-D mask", "more than 2 dimensions"),
-        ("no labels", "batches need labels"),
-        ("not attached", "callback.attach(trainer) was not called"),
-    ],
-)
-def test_ranks_refuse(asked: str, told: str, two_ranks: Path) -> None:
-    assert all(told in said for said in messages(two_ranks, asked))
-
-
 def test_stock_loss_fails_for_several_samples(two_ranks: Path) -> None:
     """Fails when transformers (5.17.0) or deepspeed (0.19.8) repair it."""
-    assert any("view size is not compatible" in said for said in messages(two_ranks, "stock"))
+    assert any("view size is not compatible" in text for text in stock_failures(two_ranks))
 
 
 def test_stock_loss_fails_beside_data_parallelism(four_ranks: Path) -> None:
     """Fails when torch (2.13.0) repairs the backward pass of its differentiable gather on gloo."""
-    assert any("not part of group" in said for said in messages(four_ranks, "stock"))
+    assert any("not part of group" in text for text in stock_failures(four_ranks))

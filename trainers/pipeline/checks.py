@@ -8,28 +8,28 @@ from typing import Any
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.parallelism.pipeline import batch_faults, pipeline_faults
 from ...ds_configs.parallelism.stages import PipelineStage
+from ...plugins.pipeline_engine import set_global_batch
+from ...plugins.pipeline_tensor_parallel import ENGINE_SECTION
 from ...plugins.transformers import deepspeed_configuration
 
-_AXES = {
-    "tensor_parallel": ("autotp_size", "tensor_parallel_size"),
-    "expert_parallel": ("autoep_size", "expert_parallel_size"),
-}
 
-
-def check_pipeline(args: Any, config: Any, *, model: Any, stages: int, dual_pipe: bool, eval_dataset: Any) -> None:
+def check_pipeline(
+    args: Any, model: Any, *, stages: int, tensor_parallel_size: int = 1, dual_pipe: bool, eval_dataset: Any
+) -> None:
     """Refuse what a pipeline of a model cannot train with, all faults together.
 
     Args:
         args: `TrainingArguments`.
-        config: The model's configuration.
-        model: The model; adapters show in it.
-        stages: Ranks of one pipeline.
+        model: The model; only its configuration and whether it has adapters count.
+        stages: Ranks of one pipeline, without those that share a stage.
+        tensor_parallel_size: Ranks that hold each stage together.
         dual_pipe: Whether DualPipeV is asked for.
         eval_dataset: What is evaluated: a data set, several by name, or `None`.
 
     Raises:
         UsageError: a rule is broken; each fault names the nearest legal values.
     """
+    config = model.config
     deepspeed = deepspeed_configuration(args)
     text = config.get_text_config()
     zero = (deepspeed or {}).get("zero_optimization", {})
@@ -45,18 +45,40 @@ def check_pipeline(args: Any, config: Any, *, model: Any, stages: int, dual_pipe
         world_size=args.world_size,
         micro_batches=args.gradient_accumulation_steps,
         dual_pipe=dual_pipe,
+        tensor_parallel_size=tensor_parallel_size,
         **_other_axes(args, deepspeed or {}),
     )
     if stages == 1:
         faults.append(Fault(where="pp", value=1, rule="a pipeline has at least two stages", fix="use the Trainer"))
     faults += _argument_faults(args, deepspeed or {})
-    replicas = max(1, args.world_size // max(1, stages))
+    replicas = args.world_size // max(1, stages * tensor_parallel_size)
     datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
     if replicas > 1 and any(data is not None and not hasattr(data, "__len__") for data in datasets):
         rule = "needs a length, so that samples which fill the last batch of a replica are not counted twice"
         faults.append(Fault(where="eval_dataset", rule=rule, fix="use a map-style data set"))
     if faults:
         raise UsageError(faults)
+
+
+def engine_faults(args: Any, *, replicas: int, tensor_parallel_size: int) -> list[Fault]:
+    """Complete a DeepSpeed configuration for a pipeline; return a fault for each written value that contradicts it.
+
+    Args:
+        args: `TrainingArguments` with a DeepSpeed configuration.
+        replicas: Copies of the pipeline.
+        tensor_parallel_size: Ranks that hold each stage together.
+    """
+    faults = []
+    written = set_global_batch(args.hf_deepspeed_config, replicas=replicas, world_size=args.world_size)
+    if written is not None:
+        faults += global_batch_faults(args, written, replicas)
+    if tensor_parallel_size > 1:
+        section = args.hf_deepspeed_config.config.setdefault("pipeline", {})
+        for key, needed in ENGINE_SECTION.items():
+            if section.setdefault(key, needed) != needed:
+                rule = f"stages that {tensor_parallel_size} ranks hold together need {str(needed).lower()}"
+                faults.append(Fault(where=f"pipeline.{key}", value=section[key], rule=rule, fix="leave it out"))
+    return faults
 
 
 def global_batch_faults(args: Any, written: int, replicas: int) -> list[Fault]:
@@ -93,13 +115,12 @@ def _offload(zero: Mapping[str, Any], name: str) -> str:
 
 
 def _other_axes(args: Any, deepspeed: Mapping[str, Any]) -> dict[str, int]:
-    axes = {axis: int(deepspeed.get(section, {}).get(key, 1)) for section, (key, axis) in _AXES.items()}
     config = args.parallelism_config
-    if config is not None:
-        axes["sequence_parallel_size"] = config.sp_size
-        axes["context_parallel_size"] = config.cp_size
-        axes["tensor_parallel_size"] = max(axes["tensor_parallel_size"], config.tp_size)
-    return axes
+    return {
+        "sequence_parallel_size": 1 if config is None else config.sp_size,
+        "context_parallel_size": 1 if config is None else config.cp_size,
+        "expert_parallel_size": int(deepspeed.get("expert_parallel", {}).get("autoep_size", 1)),
+    }
 
 
 def _argument_faults(args: Any, deepspeed: Mapping[str, Any]) -> list[Fault]:
@@ -123,6 +144,10 @@ def _argument_faults(args: Any, deepspeed: Mapping[str, Any]) -> list[Fault]:
             "stages recompute each decoder layer, without re-entering autograd",
         )
         faults.append(Fault(where=where, value=args.gradient_checkpointing_kwargs, rule=rule, fix="leave it out"))
+    if deepspeed.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
+        rule = "AutoTP divides whole models, not the stages of a pipeline"
+        fix = "leave it out and make PipelineTrainer(tensor_parallel_size=...)"
+        faults.append(Fault(where="tensor_parallel.autotp_size", rule=rule, fix=fix))
     if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
         rule = "decoder layers recompute by themselves"
         where = "pipeline.activation_checkpoint_interval"

@@ -23,12 +23,11 @@ from ...plugins.pipeline_engine import (
     optimizer_step,
     read_own_replica,
     repair_clipping,
-    set_global_batch,
     summed_loss,
 )
 from ...plugins.pipeline_module import build_pipeline_module
 from ...plugins.transformers import deepspeed_configuration
-from .checks import check_pipeline, global_batch_faults, stages_faults
+from .checks import check_pipeline, engine_faults, stages_faults
 from .evaluation import own_samples
 from .micro_batches import for_stages, of_one_shape, predicted_tokens, without_labels
 from .source import balanced, source_of
@@ -40,13 +39,14 @@ class PipelineTrainer(Trainer):
     The loss of a step is the mean over all predicted tokens of the global batch,
     `sum(cross-entropy) / num_items_in_batch`, as one process computes it. `gradient_accumulation_steps` are the
     micro-batches of a step, of which 1F1B leaves `(p - 1) / (m + p - 1)` idle. Ranks are numbered stage by stage: rank
-    `stage * replicas + replica`.
+    `(stage * replicas + replica) * tensor_parallel_size + tensor_rank`.
 
     Args:
         model: A causal language model, or the directory of a checkpoint, of which every rank reads its own stage alone.
         args: `TrainingArguments` with a DeepSpeed configuration of ZeRO stage 0 or 1.
         pipeline_stages: How many stages, balanced by the terms of the planner; or the stages themselves, with
             `dual_pipe` two for each rank.
+        tensor_parallel_size: Ranks that hold each stage together.
         dual_pipe: Whether DualPipeV runs the micro-batches; every rank then holds two stages.
         **kwargs: What the Trainer takes besides: `train_dataset`, `eval_dataset`, `data_collator`,
             `processing_class`, `callbacks`, `optimizer_cls_and_kwargs`.
@@ -63,42 +63,57 @@ class PipelineTrainer(Trainer):
         args: TrainingArguments,
         *,
         pipeline_stages: int | tuple[PipelineStage, ...],
+        tensor_parallel_size: int = 1,
         dual_pipe: bool = False,
         **kwargs: Any,
     ) -> None:
         whole = source_of(model)
         ranks = _ranks(pipeline_stages, dual_pipe=dual_pipe)
-        layers = whole.config.get_text_config().num_hidden_layers
         check_pipeline(
-            args, whole.config, model=whole, stages=ranks, dual_pipe=dual_pipe, eval_dataset=kwargs.get("eval_dataset")
+            args,
+            whole,
+            stages=ranks,
+            tensor_parallel_size=tensor_parallel_size,
+            dual_pipe=dual_pipe,
+            eval_dataset=kwargs.get("eval_dataset"),
         )
-        stages = (
-            balanced(whole, args, pipeline_stages, dual_pipe) if isinstance(pipeline_stages, int) else pipeline_stages
-        )
-        self._replicas = args.world_size // ranks
-        faults = [*stages_faults(stages, layers), *_unsupported(kwargs)]
-        written = set_global_batch(args.hf_deepspeed_config, replicas=self._replicas, world_size=args.world_size)
-        if written is not None:
-            faults += global_batch_faults(args, written, self._replicas)
+        self._stages, self._tensor_ranks, self._dual_pipe = ranks, tensor_parallel_size, dual_pipe
+        self._replicas = args.world_size // self._ranks_of_a_replica
+        counted = isinstance(pipeline_stages, int)
+        stages = balanced(whole, args, ranks, dual_pipe) if counted else pipeline_stages
+        faults = [*stages_faults(stages, whole.config.get_text_config().num_hidden_layers), *_unsupported(kwargs)]
+        faults += engine_faults(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
         if faults:
             raise UsageError(faults)
-        self._pipeline_ranks, self._dual_pipe = ranks, dual_pipe
         self._step_batches: list[Mapping[str, torch.Tensor]] = []
         self._shapes = ShapeWatch()
         super().__init__(model=whole, args=args, **kwargs)
         self._set_signature_columns_if_needed()
-        recompute = args.gradient_checkpointing
         module: Any = build_pipeline_module(
-            model, stages, activation_checkpointing=recompute, dual_pipe=dual_pipe, dynamic_shape=False
+            model,
+            stages,
+            activation_checkpointing=args.gradient_checkpointing,
+            tensor_parallel_size=tensor_parallel_size,
+            dual_pipe=dual_pipe,
+            dynamic_shape=False,
         )
         module.config, module.gradient_checkpointing_enable = whole.config, _already_recomputed
         self.model = self.model_wrapped = self.callback_handler.model = module
 
+    @property
+    def _ranks_of_a_replica(self) -> int:
+        """Ranks that read the same samples."""
+        return self._stages * self._tensor_ranks
+
+    @property
+    def _replica(self) -> int:
+        """Which copy of the pipeline this rank belongs to."""
+        return (self.args.process_index // self._tensor_ranks) % self._replicas
+
     def create_accelerator_and_postprocess(self) -> None:
         """Let all stages of one pipeline read the same samples."""
         super().create_accelerator_and_postprocess()
-        replica = self.args.process_index % self._replicas
-        read_own_replica(self.accelerator, replicas=self._replicas, replica=replica)
+        read_own_replica(self.accelerator, replicas=self._replicas, replica=self._replica)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of one optimizer step over all replicas of the pipeline."""
@@ -118,9 +133,9 @@ class PipelineTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         tokens: torch.Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
-        # The Trainer adds up all ranks; the stages of one pipeline counted the same samples.
-        shared = tokens is not None and self.args.average_tokens_across_devices
-        return tokens // self._pipeline_ranks if shared and tokens is not None else tokens
+        # The Trainer adds up all ranks, of which those of one replica counted the same samples.
+        added_up = tokens is not None and self.args.average_tokens_across_devices
+        return tokens // self._ranks_of_a_replica if added_up and tokens is not None else tokens
 
     def training_step(
         self, model: Any, inputs: Mapping[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
@@ -139,7 +154,7 @@ class PipelineTrainer(Trainer):
     def _scheduled(self, engine: Any, batches: list[Any], factor: torch.Tensor) -> list[Any]:
         """Return micro-batches for the stages, as many as the schedule needs at least."""
         if self._dual_pipe:
-            missing = 2 * self._pipeline_ranks - len(batches)
+            missing = 2 * self._stages - len(batches)
             batches = [*batches, *(without_labels(batches[0]) for _ in range(missing))]
         micro_batches = [for_stages(batch, factor) for batch in batches]
         self._shapes.expect(engine, micro_batches[0][0])
@@ -148,8 +163,9 @@ class PipelineTrainer(Trainer):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        # The Trainer adds up all ranks; the stages of one pipeline saw the same tokens.
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._pipeline_ranks
+        # The Trainer adds up all ranks, of which those of one replica saw the same tokens.
+        added = (self.state.num_input_tokens_seen - before) // self._ranks_of_a_replica
+        self.state.num_input_tokens_seen = before + added
 
     def floating_point_ops(self, inputs: Mapping[str, torch.Tensor]) -> int:
         """Return what this stage computes for a batch, 6 operations for each token and weight; ranks are added up."""
@@ -168,11 +184,10 @@ class PipelineTrainer(Trainer):
         engine = self._engine_for_evaluation()
         self.callback_handler.eval_dataloader = dataloader
         samples = len(dataloader.dataset) if has_length(dataloader.dataset) else None
-        at_once = max(self.args.gradient_accumulation_steps, 4 * self._pipeline_ranks)
+        at_once = max(self.args.gradient_accumulation_steps, 4 * self._stages)
         loss, tokens, group = 0.0, torch.zeros((), dtype=torch.long, device=self.args.device), []
         one = torch.ones((), device=self.args.device)
-        replica = self.args.process_index % self._replicas
-        batches = own_samples(dataloader, samples=samples, replicas=self._replicas, replica=replica)
+        batches = own_samples(dataloader, samples=samples, replicas=self._replicas, replica=self._replica)
         for batch, is_last in batches:
             group.append(self._prepare_inputs(batch))
             tokens += predicted_tokens(batch).to(tokens.device)
@@ -206,8 +221,8 @@ class PipelineTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _over_replicas(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Add up a count of every replica, which all stages of one pipeline agree on."""
-        return self.accelerator.gather(tokens).sum() // self._pipeline_ranks
+        """Add up a count of every replica, on which the ranks of one agree."""
+        return self.accelerator.gather(tokens).sum() // self._ranks_of_a_replica
 
     def _engine_for_evaluation(self) -> Any:
         """Return the engine that trains, or before training one without an optimizer."""

@@ -153,7 +153,12 @@ class TensorParallelCallback(TrainerCallback):
         align_random_state()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw the same dropout masks within a group, whatever one rank drew besides."""
+        """Shuffle alike within a group, whatever one rank drew besides."""
+        if self.tensor_parallel_size > 1:
+            align_random_state()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the same dropout masks within a group, whatever one rank drew while saving or evaluating."""
         if self.tensor_parallel_size > 1:
             align_random_state()
 

@@ -1,0 +1,130 @@
+"""Experts divided over ranks train as in one process, log what routers do, and leave a normal checkpoint."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import WORKER_ENVIRONMENT
+from expert_cases import ON_FOUR, ON_TWO, STEPS, Case, model, reference
+from shardwright.plugins.launching import torchrun
+
+pytestmark = pytest.mark.distributed
+
+LOSS_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-4
+"""Relative, of a tensor's norm."""
+LOGIT_TOLERANCE = 1e-6
+NEVER_MOVED = "k_proj.bias"
+"""Has no gradient but rounding, because softmax forgets it; Adam makes steps of it all the same."""
+
+Runs = dict[Case, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("expert-parallel")
+    worker = str(Path(__file__).with_name("expert_worker.py"))
+    for case in (*ON_TWO, *ON_FOUR):
+        if case.from_pretrained:
+            model(case).save_pretrained(directory / f"{case.name}-start")
+    for ranks in (2, 4):
+        torchrun([worker, str(directory)], ranks=ranks, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def trained(case: Case) -> Any:
+        return reference(case, tmp_path_factory.mktemp("alone"))
+
+    def of(case: Case) -> Any:
+        plain = {"ranks": 1, "zero_stage": 0, "resumed": False, "from_pretrained": False, "checkpointing": False}
+        kept = {name: getattr(case, name) for name in ("family", "accumulation", "optimizer", "balanced", "evaluated")}
+        return trained(Case(**kept, **plain))
+
+    return of
+
+
+def history(case: Case, output: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((output / f"{case.name}.json").read_text())
+    return found
+
+
+def logged(entries: list[dict[str, Any]], key: str) -> list[float]:
+    return [entry[key] for entry in entries if key in entry]
+
+
+def loaded(case: Case, output: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(output / f"{case.name}-saved", dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR], ids=lambda case: case.name)
+def test_ranks_train_as_one_process(case: Case, output: Path, alone: Any) -> None:
+    entries, expected = history(case, output), alone(case)
+    wanted = expected.state.log_history
+    assert len(logged(entries, "loss")) == STEPS
+    assert logged(entries, "loss") == pytest.approx(logged(wanted, "loss"), abs=LOSS_TOLERANCE)
+    assert logged(entries, "grad_norm") == pytest.approx(logged(wanted, "grad_norm"), abs=LOSS_TOLERANCE)
+    assert min(logged(wanted, "grad_norm")) > 0.5, "gradients are clipped"
+    assert logged(entries, "eval_loss") == pytest.approx(logged(wanted, "eval_loss"), abs=LOSS_TOLERANCE)
+    state = loaded(case, output).state_dict()
+    for name, value in expected.model.state_dict().items():
+        if not name.endswith(NEVER_MOVED):
+            assert (state[name] - value).norm() <= WEIGHT_TOLERANCE * value.norm(), name
+
+
+@pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR], ids=lambda case: case.name)
+def test_the_saved_model_is_the_trained_one(case: Case, output: Path) -> None:
+    logits = torch.load(output / f"{case.name}.logits.pt", weights_only=True)
+    with torch.no_grad():
+        found = loaded(case, output)(input_ids=torch.arange(24)[None]).logits
+    torch.testing.assert_close(found, logits, atol=LOGIT_TOLERANCE, rtol=0)
+    saved = sorted(path.name for path in (output / f"{case.name}-saved").iterdir())
+    assert saved == ["config.json", "generation_config.json", "model.safetensors"]
+    config = json.loads((output / f"{case.name}-saved" / "config.json").read_text())
+    assert config.get("output_router_logits", False) == (case.balanced and "deepseek" not in case.family)
+
+
+@pytest.mark.parametrize("case", [one for one in (*ON_TWO, *ON_FOUR) if one.balanced], ids=lambda case: case.name)
+def test_routing_is_logged_as_one_process_sees_it(case: Case, output: Path, alone: Any) -> None:
+    entries, trainer = history(case, output), alone(case)
+    steps = [trainer.routing[first :: case.accumulation] for first in range(case.accumulation)]
+    for step, micro_batches in enumerate(zip(*steps, strict=True)):
+        load, worst, entropy = routing_of(micro_batches)
+        assert logged(entries, "expert_load")[step] == pytest.approx(load, rel=1e-5)
+        assert logged(entries, "expert_load_max")[step] == pytest.approx(worst, rel=1e-5)
+        assert logged(entries, "router_entropy")[step] == pytest.approx(entropy, rel=1e-5)
+    assert logged(entries, "dropped_tokens") == [0.0] * STEPS
+
+
+def routing_of(micro_batches: Any) -> tuple[float, float, float]:
+    layers: list[list[torch.Tensor]] = []
+    for logits, mask in micro_batches:
+        layers.append([each[mask.bool()] for each in logits])
+    joined = [torch.cat(parts) for parts in zip(*layers, strict=True)]
+    counts = [torch.bincount(each.topk(2).indices.flatten(), minlength=each.shape[1]).double() for each in joined]
+    load = [(count.max() / count.mean()).item() for count in counts]
+    entropy = torch.stack([torch.distributions.Categorical(logits=each).entropy().mean() for each in joined]).mean()
+    return sum(load) / len(load), max(load), entropy.item()
+
+
+def test_deepspeed_still_wants_marked_groups(output: Path) -> None:
+    """Fails when ZeRO-2 takes the Trainer's groups as they are: `mark_expert_groups` can go then."""
+    told = json.loads((output / "without_mark_expert_groups.json").read_text())["told"]
+    assert "None of the param groups are marked as MoE" in told
+
+
+def test_deepspeed_still_clips_experts_by_the_wrong_norm(output: Path, alone: Any) -> None:
+    """Fails when clipping without ZeRO counts the experts of all ranks: `clip_by_the_whole_norm` can go then."""
+    embedding = torch.load(output / "without_clip_by_the_whole_norm.pt", weights_only=True)
+    case = Case(family=ON_TWO[0].family, ranks=2, zero_stage=0)
+    wanted = alone(case).model.get_input_embeddings().weight
+    assert (embedding - wanted).norm() > WEIGHT_TOLERANCE * wanted.norm()
