@@ -110,7 +110,7 @@ def grid() -> list[Case]:
                 Case(
                     layout=layout,
                     zero_stage=stage,
-                    model=families[(index + index // 2) % len(families)],
+                    model=families[(index + (index // 2 if len(families) == 2 else 0)) % len(families)],
                     precision=precision,
                     accumulation=accumulation,
                     checkpointing=checkpointing,

@@ -31,7 +31,7 @@ def main(cases_file: Path, output: Path) -> None:
     cases = [Case(**values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
     for case in cases:
         reading = measure(case)
-        record = asdict(reading) | {"peak_bytes": reading.peak_bytes}
+        record = {"peaks": reading.peaks, "peak_bytes": reading.peak_bytes}
         records: list[Any] = [None] * case.ranks
         torch.distributed.all_gather_object(records, record)
         if os.environ["RANK"] == "0":
@@ -73,8 +73,11 @@ def _trainer(case: Case, plan: PlanData, arguments: TrainingArguments, model: An
     if case.axis == "pp":
         from shardwright.trainers.pipeline.trainer import PipelineTrainer
 
-        stages = pipeline_stages(plan.model, plan.job, plan.chosen.strategy.pp)
-        trainer: Trainer = PipelineTrainer(model=model, args=arguments, pipeline_stages=stages, **inputs)
+        strategy = plan.chosen.strategy
+        stages = pipeline_stages(plan.model, plan.job, strategy.pp)
+        trainer: Trainer = PipelineTrainer(
+            model=model, args=arguments, pipeline_stages=stages, tensor_parallel_size=strategy.tp, **inputs
+        )
         return trainer
     callback = _callback(case.axis)
     callback.prepare(arguments, model)

@@ -13,7 +13,6 @@ from ..ds_configs.parallelism.tensor_layouts import (
     compare_tensor_layouts,
     where_one_dimension_stops_paying,
 )
-from ..ds_configs.units import gigabytes
 
 _RANKS = (4, 8, 16, 64)
 """Squares, cubes and multiples of squares, so that each layout occurs."""
@@ -33,7 +32,7 @@ class ComparedLayouts:
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
         return {
-            "layouts": [asdict(layout) for layout in self.layouts],
+            "layouts": [asdict(layout) | {"analysis_only": layout.analysis_only} for layout in self.layouts],
             "one_dimension_stops_paying_at_ranks": self.first_ranks,
             "reason": self.reason,
         }
@@ -47,22 +46,23 @@ class ComparedLayouts:
 
         out = console()
         table = Table(
-            title="Tensor parallelism (analysis only: neither DeepSpeed nor Accelerate runs 2D, 2.5D or 3D)",
+            title="Tensor parallelism, one layer and micro-batch of a rank",
             title_justify="left",
             box=None,
             pad_edge=False,
         )
-        for column in ("ranks", "layout", "shape", "weights GB", "activations GB", "moved GB", "seconds"):
-            table.add_column(column, justify="left" if column in ("layout", "shape") else "right")
+        for column in ("ranks", "layout", "shape", "weights MB", "activations MB", "received MB", "ms", ""):
+            table.add_column(column, justify="left" if column in ("layout", "shape", "") else "right")
         for layout in self.layouts:
             table.add_row(
                 str(layout.ranks),
                 Text(layout.name),
                 " x ".join(map(str, layout.shape)),
-                gigabytes(round(layout.weight_bytes)),
-                gigabytes(round(layout.activation_bytes)),
-                gigabytes(round(layout.communication_bytes)),
-                f"{layout.communication_seconds:.3f}",
+                f"{layout.weight_bytes / 1e6:.1f}",
+                f"{layout.activation_bytes / 1e6:.1f}",
+                f"{layout.communication_bytes / 1e6:.1f}",
+                f"{layout.communication_seconds * 1e3:.2f}",
+                "analysis only" if layout.analysis_only else "AutoTP",
             )
         out.print()
         out.print(table)

@@ -127,7 +127,7 @@ class TrainingJob:
     sequence_parallel_size: int | None = None
     """Ranks that share each sequence (Ulysses); `None` lets the planner choose, 1 means none."""
     context_parallel_size: int | None = None
-    """Ranks that share each sequence (torch context parallelism, FSDP2); `None` lets the planner choose, 1 means none."""
+    """Ranks that share each sequence (torch, FSDP2); `None` lets the planner choose, 1 means none."""
     expert_parallel_size: int | None = None
     """Ranks that share the experts of each layer (AutoEP); `None` lets the planner choose, 1 means none."""
     zero_quantized_weights: bool = False

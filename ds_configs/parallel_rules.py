@@ -170,6 +170,21 @@ def pipeline_parallelism(candidate: Candidate) -> list[Fault]:
     )
 
 
+def losses_need_a_whole_head(candidate: Candidate) -> list[Fault]:
+    """A chunked loss reads the weights of the head, which tensor parallelism divides and pipelines keep to a stage."""
+    strategy, found = candidate.strategy, []
+    if candidate.job.loss == "chunked":
+        rule = "does not run with a chunked loss, which reads the weights of the output head past the trainer"
+        for axis in ("tp", "pp"):
+            if axis in strategy.axes:
+                fix = f"use --loss eager, or {axis} = 1"
+                found.append(Fault(where=axis, value=strategy.axes[axis], rule=rule, fix=fix))
+    if strategy.pp > 1 and candidate.job.precision == "fp16":
+        rule = "does not run in fp16: the loss scale is not carried between stages"
+        found.append(Fault(where="pp", value=strategy.pp, rule=rule, fix="use bf16 or fp32"))
+    return found
+
+
 def teachers_stay_whole(candidate: Candidate) -> list[Fault]:
     """A distillation trains under data and sequence parallelism alone: a teacher is not cut with its student."""
     strategy = candidate.strategy
@@ -193,6 +208,7 @@ AXIS_RULES: tuple[AxisRule, ...] = (
     expert_parallelism,
     tensor_parallelism,
     pipeline_parallelism,
+    losses_need_a_whole_head,
     teachers_stay_whole,
 )
 """Rules with several possible faults each, in the order in which they are checked."""

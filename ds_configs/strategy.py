@@ -106,7 +106,7 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """The name that the user gives with `--strategy`, with the axes and the offload spelled out: `zero1+tp2+pp4`."""
+        """The name that the user gives with `--strategy`, with axes and offload spelled out: `zero1+tp2+pp4`."""
         name = self.engine if self.engine != "deepspeed" else f"zero{self.zero_stage}"
         if self.zero.hpz_partition_size > 1:
             name += "-hpz"

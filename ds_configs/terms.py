@@ -16,15 +16,17 @@ TERM_MEANINGS: Mapping[str, str] = {
     "fp32_gradients": "fp32 copy of 16-bit gradients during the step; in stage 3 one sub-group at a time",
     "gradient_buckets": "DDP's reduction buckets, as large as all gradients, kept beside them",
     "optimizer_states": "Adam: 8 B of trainable elements (fp32 moments), divided by the ranks from stage 1 on",
-    "flat_gradients": "stages 1 and 2 flatten their partition's 16-bit gradients while the originals live",
+    "flat_gradients": "stages 1 and 2 flatten their partition's 16-bit gradients while the originals live; a 16-bit "
+    "pipeline without ZeRO adds every micro-batch's to flat ones that stay",
     "norm_copy": "stages 1 and 2 take the norm of each gradient in fp64: 8 B of the largest tensor in a partition",
     "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened "
     "16-bit gradients of a sub-group",
     "offload_staging": "a buffer of the largest tensor through which gradients leave for the host",
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
     "reduce_bucket": "the one persistent bucket of stage 3: reduce_bucket_size elements",
-    "reduce_copy": "the flattened copy that a reduction makes of its bucket; with offload in stages 1 and 2 the clone "
-    "of a gradient larger than the bucket, or the fp64 copy for its norm",
+    "reduce_copy": "the flattened copy that a reduction makes of its bucket, in a pipeline without ZeRO of all "
+    "gradients; with offload in stages 1 and 2 the clone of a gradient larger than the bucket, or the fp64 copy "
+    "for its norm",
     "gathered_parameters": "parameters gathered for use: the current unit and what prefetch ran ahead to "
     "(ZeRO-3: DeepSpeed's fetch queue replayed; FSDP2: the unit in use, the next one's buffer, the kept tail)",
     "prefetch_copies": "a coalesced gather holds its flat buffer and each tensor's copy at once; with ZeRO++ qwZ also "

@@ -63,16 +63,23 @@ def read_own_replica(accelerator: Any, *, replicas: int, replica: int) -> None:
 def set_global_batch(hf_deepspeed_config: Any, *, replicas: int, world_size: int) -> int | None:
     """Put the samples of one optimizer step into a DeepSpeed configuration; return a written value that contradicts.
 
+    Sizes that are still `auto` are left so: the Trainer fills in those of a configuration that `accelerate launch`
+    announced, when it makes its accelerator.
+
     Args:
-        hf_deepspeed_config: `HfTrainerDeepSpeedConfig` whose `auto` values were filled from the training arguments.
+        hf_deepspeed_config: `HfTrainerDeepSpeedConfig`, or before the Trainer exists Accelerate's own.
         replicas: Copies of the pipeline.
         world_size: All ranks.
     """
     config = hf_deepspeed_config.config
-    per_replica = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
-    hf_deepspeed_config.mismatches = [
-        line for line in hf_deepspeed_config.mismatches if f"ds {_BATCH_KEY}=" not in line
-    ]
+    sizes = [config.get(key, "auto") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    if "auto" in sizes:
+        return None
+    per_replica = sizes[0] * sizes[1]
+    if hasattr(hf_deepspeed_config, "mismatches"):
+        hf_deepspeed_config.mismatches = [
+            line for line in hf_deepspeed_config.mismatches if f"ds {_BATCH_KEY}=" not in line
+        ]
     written: int | None = config.get(_BATCH_KEY)
     if written not in (None, "auto", per_replica * replicas, per_replica * world_size):
         return written

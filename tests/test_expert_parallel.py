@@ -20,7 +20,7 @@ from shardwright.trainers.expert_parallel.balance import (
     entropy_sum,
     loads,
 )
-from shardwright.trainers.expert_parallel.callback import ExpertParallelCallback
+from shardwright.trainers.expert_parallel.expert_parallel_callback import ExpertParallelCallback
 
 LEGAL: dict[str, Any] = {"ep": 4, "model_type": "mixtral", "num_experts": 8, "data_parallel_size": 8, "zero_stage": 2}
 EXPERTS = 4

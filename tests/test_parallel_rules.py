@@ -81,6 +81,8 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
         ({"context_parallel_size": 2, "sequence_parallel_size": 2}, "does not combine with cp = 2"),
         ({"tensor_parallel_size": 2, "method": "lora"}, "does not go with lora"),
         ({"sequence_parallel_size": 2, "strategy": "ddp"}, "runs on DeepSpeed"),
+        ({"pipeline_parallel_size": 2, "precision": "fp16"}, "pp = 2: does not run in fp16"),
+        ({"pipeline_parallel_size": 2, "loss": "chunked"}, "pp = 2: does not run with a chunked loss"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size = 0: must be an integer from 1"),
         ({"zero_quantized_gradients": True}, "has an effect only with ZeRO-3 on several nodes"),
         ({"zero_quantized_weights": True, "strategy": "zero2"}, "has an effect only with ZeRO-3"),

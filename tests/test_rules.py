@@ -102,6 +102,7 @@ CASES = {
     ),
     "tp experts": (replace(ZERO1, tp=2, dp_shard=4), {"model": MIXTRAL}, "AutoTP refuses mixtures of experts"),
     "tp engine": (replace(FSDP2, tp=2, dp_shard=4), {}, "transformers 5.17.0 does not have"),
+    "chunked tp": (replace(ZERO1, tp=2, dp_shard=4), {"loss": "chunked"}, "tp = 2: does not run with a chunked loss"),
     "teacher": (replace(ZERO1, tp=2, dp_shard=4), {"teacher": LLAMA}, "tp = 2: does not combine with a teacher"),
     "tp heads": (
         replace(ZERO1, tp=5, dp_shard=8),

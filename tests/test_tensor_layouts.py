@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama
 from shardwright.ds_configs.errors import UsageError
@@ -177,6 +177,7 @@ def test_layouts_by_count() -> None:
     assert names(64) == ["1D", "2D", "2.5D", "3D"]
 
 
+@settings(max_examples=12)
 @given(st.integers(2, 4), st.integers(1, 4))
 def test_divided_memory(side: int, micro_batch_size: int) -> None:
     job = TrainingJob(seq_len_tokens=2048, micro_batch_size=micro_batch_size)

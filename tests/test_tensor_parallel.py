@@ -54,7 +54,6 @@ def test_legal_layouts(size: int, stage: int) -> None:
         ({"method": "lora"}, "does not go with lora"),
         ({"sequence_parallel_size": 2}, "and sp = 2 do not compose"),
         ({"context_parallel_size": 2}, "and cp = 2 do not compose"),
-        ({"pipeline_stages": 2}, "and pp = 2 do not compose"),
         ({"expert_parallel_size": 2}, "and ep = 2 do not compose"),
         ({"model_type": "gpt2"}, "model_type = 'gpt2': keeps its weights in Conv1D"),
         ({"model_type": "mamba"}, "was not shown to train equally under AutoTP"),
@@ -72,7 +71,7 @@ def test_an_odd_vocabulary_is_legal_while_logits_are_gathered() -> None:
 
 
 def test_all_faults_come_together() -> None:
-    found = faults(5, zero_stage=3, method="qlora", pipeline_stages=2)
+    found = faults(5, zero_stage=3, method="qlora", sequence_parallel_size=2)
     assert len(found) == 8
     assert all(text.startswith("tp = 5: ") for text in found)
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .distillation.clip_trainer import CLIPDistillationTrainer
     from .distillation.config import DistillationConfig
     from .distillation.trainer import DistillationTrainer
-    from .expert_parallel.callback import ExpertParallelCallback
+    from .expert_parallel.expert_parallel_callback import ExpertParallelCallback
     from .pipeline.trainer import PipelineTrainer
     from .plan_callback import PlanCallback
     from .qat.callback import QATCallback
@@ -40,7 +40,7 @@ _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
     "DistillationConfig": ".distillation.config",
     "DistillationTrainer": ".distillation.trainer",
-    "ExpertParallelCallback": ".expert_parallel.callback",
+    "ExpertParallelCallback": ".expert_parallel.expert_parallel_callback",
     "L1SparsityCallback": ".sparsity.l1_sparsity_callback",
     "MagnitudePruningCallback": ".sparsity.magnitude_pruning_callback",
     "PipelineTrainer": ".pipeline.trainer",

@@ -40,8 +40,11 @@ class PlannedParallelism:
         """Whether the layers are divided among stages."""
         return self.pipeline_stages != 1
 
-    def make_trainer(self, *, model: Any, args: Any, **settings: Any) -> Any:
+    def make_trainer(self, *, model: Any, args: Any, revision: str | None = None, **settings: Any) -> Any:
         """Return the trainer of the layout; `settings` are further arguments of the Trainer of Transformers.
+
+        A pipeline may get the directory or Hub id of a checkpoint as its model, with its `revision`; every rank then
+        reads its own stage alone.
 
         Raises:
             UsageError: model, arguments and layout do not go together; all faults of an axis together.
@@ -51,9 +54,14 @@ class PlannedParallelism:
         if self.is_pipeline:
             from .pipeline.trainer import PipelineTrainer
 
-            if self.tensor_parallel_size > 1:
-                settings["tensor_parallel_size"] = self.tensor_parallel_size
-            trainer: Any = PipelineTrainer(model=model, args=args, pipeline_stages=self.pipeline_stages, **settings)
+            trainer: Any = PipelineTrainer(
+                model=model,
+                args=args,
+                pipeline_stages=self.pipeline_stages,
+                tensor_parallel_size=self.tensor_parallel_size,
+                revision=revision,
+                **settings,
+            )
         else:
             from transformers import Trainer
 

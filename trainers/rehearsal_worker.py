@@ -63,7 +63,7 @@ class WorkerJob:
     """Modules to adapt, separated by commas; unused with `full`."""
     text_tokens: bool
     """Whether `tokens.bin` holds the user's text as bytes; synthetic tokens otherwise."""
-    axes: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, Any] = field(default_factory=dict)
     """Ranks of every axis beyond data parallelism, by its field in `Strategy`."""
     stages: tuple[dict[str, Any], ...] = ()
     """Fields of the `PipelineStage`s; none without a pipeline."""

@@ -173,7 +173,7 @@ def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int, *,
     if random_weights:
         with torch.device("meta") if for_stages else nullcontext():
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    if for_stages and flags.method == "full" and flags.revision is None and config.dtype == dtype:
+    if for_stages and flags.method == "full":
         return flags.model
     return AutoModelForCausalLM.from_pretrained(
         flags.model,
@@ -242,6 +242,7 @@ def train(flags: argparse.Namespace) -> None:
     trainer = parallelism.make_trainer(
         model=model,
         args=arguments,
+        revision=flags.revision,
         train_dataset=samples,
         data_collator=default_data_collator,
         processing_class=tokenizer,

@@ -66,11 +66,12 @@ def tensor_parallel_faults(
     method: str = "full",
     sequence_parallel_size: int = 1,
     context_parallel_size: int = 1,
-    pipeline_stages: int = 1,
     expert_parallel_size: int = 1,
     where: str = "tp",
 ) -> list[Fault]:
     """Return every rule that a tensor-parallel layout breaks; none for a size of 1.
+
+    What holds inside the stages of a pipeline besides is a rule of pipelines.
 
     Args:
         tensor_parallel_size: Ranks that share each layer.
@@ -88,7 +89,6 @@ def tensor_parallel_faults(
         method: `full`, `lora` or `qlora`.
         sequence_parallel_size: Ulysses ranks.
         context_parallel_size: Ring-attention ranks.
-        pipeline_stages: Stages of a pipeline.
         expert_parallel_size: Ranks that share the experts.
         where: What the size is called where the user gave it.
     """
@@ -118,7 +118,6 @@ def tensor_parallel_faults(
     others = {
         "sp": sequence_parallel_size,
         "cp": context_parallel_size,
-        "pp": pipeline_stages,
         "ep": expert_parallel_size,
     }
     found += [_combination_fault(where, tensor_parallel_size, name, size) for name, size in others.items()]
@@ -149,7 +148,7 @@ def _engine_fault(engine: str, zero_stage: int | None, size: int, where: str) ->
 
 
 def _head_fault(model_type: str | None) -> Fault | None:
-    if model_type not in WITHOUT_VOCABULARY_PARALLEL_HEAD:
+    if model_type is None or model_type not in WITHOUT_VOCABULARY_PARALLEL_HEAD:
         return None
     rule = f"does not go with {model_type}, which {WITHOUT_VOCABULARY_PARALLEL_HEAD[model_type]}"
     return Fault(where="vocabulary_parallel_head", value=True, rule=rule, fix="use False")

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ..parallelism.pipeline import pipeline_remarks
 from ..plan_data import PlanData, headline
 from ..plan_json import plan_to_dict
 from ..units import gigabytes
@@ -63,6 +64,9 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
     axes = plan.chosen.strategy.axes
     carriers = _CARRIERS | ({"tp": "the stages of the pipeline divide their layers by it."} if "pp" in axes else {})
     lines += [f"{axis.upper()} {size}: {carriers[axis]}" for axis, size in axes.items()]
+    if "pp" in axes:
+        micro_batches = plan.chosen.strategy.gradient_accumulation_steps
+        lines += pipeline_remarks(stages=axes["pp"], micro_batches=micro_batches)
     if plan.job.loss == "chunked":
         lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
     if plan.job.teacher is not None:

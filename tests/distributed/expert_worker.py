@@ -15,7 +15,7 @@ from expert_cases import ON_FOUR, ON_TWO, ROWS, SAVED_AT, Case, collate, model, 
 from shardwright.plugins import auto_ep
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.transformers import save_model_directory
-from shardwright.trainers.expert_parallel.callback import ExpertParallelCallback
+from shardwright.trainers.expert_parallel.expert_parallel_callback import ExpertParallelCallback
 
 
 def made_trainer(case: Case, output: Path) -> Any:

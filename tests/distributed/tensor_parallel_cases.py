@@ -195,10 +195,10 @@ TWO_RANKS = [
     Case(name="odd-vocabulary", config={"vocab_size": VOCAB_SIZE + 1}, steps=2),
     Case(name="own-loss", own_loss=True, steps=2, accumulation=3),
     Case(name="dropout", family="phi3", config={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, has_reference=False),
+    Case(name="bf16", arguments={"bf16": True}, deepspeed={"bf16": {"enabled": "auto"}}, has_reference=False),
 ]
 FOUR_RANKS = [
     Case(name="dp-zero1-sgd-x3", accumulation=3),
-    Case(name="dp-zero2-adamw", zero_stage=2, optimizer="adamw_torch"),
     Case(name="dp-zero0-stream", zero_stage=0, iterable=True),
 ]
 RESUMED = Case(name="resumed", zero_stage=2, optimizer="adamw_torch", steps=4)

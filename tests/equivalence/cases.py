@@ -99,7 +99,7 @@ def _deepspeed(zero_stage: int, data: int, **axes: int) -> Strategy:
     return Strategy(engine="deepspeed", zero_stage=zero_stage, **data_axis, **axes)
 
 
-LAYOUTS: Mapping[str, Strategy] = {
+LAYOUTS: dict[str, Strategy] = {
     "ddp": Strategy(engine="ddp", dp_replicate=2),
     "zero1": _deepspeed(1, 2),
     "zero2": _deepspeed(2, 2),
@@ -109,20 +109,25 @@ LAYOUTS: Mapping[str, Strategy] = {
     "sp2-zero3": _deepspeed(3, 1, sp=2),
     "sp2-dp2-zero2": _deepspeed(2, 2, sp=2),
     "tp2-zero1": _deepspeed(1, 1, tp=2),
-    "tp2-dp2-zero1": _deepspeed(1, 2, tp=2),
     "pp2-zero0": _deepspeed(0, 1, pp=2),
     "pp2-dp2-zero1": _deepspeed(1, 2, pp=2),
     "ep2-zero1": _deepspeed(1, 2, ep=2),
     "ep2-zero2": _deepspeed(2, 2, ep=2),
+}
+"""Every layout by name; those with expert parallelism train a mixture of experts, the others a dense model. ZeRO adds
+the gradients of a shared sequence in its first stages and averages them in the third: there is a case of each."""
+
+TWO_AXES: dict[str, Strategy] = {
+    "tp2-dp2-zero1": _deepspeed(1, 2, tp=2),
+    "tp2-pp2-zero1": _deepspeed(1, 1, tp=2, pp=2),
     "ep2-dp2-zero2": _deepspeed(2, 4, ep=2),
 }
-"""Every layout by name; those with expert parallelism train a mixture of experts, the others a dense model. Axes that
-divide gradients differently by stage, as sequence parallelism does, have a case of each kind."""
+"""Layouts that combine axes which stand alone above; each is run with every optimizer and every accumulation once."""
 
 
 def case_of(layout: str, optimizer: str, accumulation: int) -> Case:
     """Return a layout's run; however many ranks see different samples, a micro-step has the same ones."""
-    strategy = LAYOUTS[layout]
+    strategy = (LAYOUTS | TWO_AXES)[layout]
     sized = replace(
         strategy,
         micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size,
@@ -142,11 +147,16 @@ def reference_of(case: Case) -> Case:
     return Case(layout=f"reference-{case.family}", strategy=strategy, optimizer=case.optimizer, family=case.family)
 
 
-CASES: Sequence[Case] = [
+CASES = [
     case_of(layout, optimizer, accumulation)
     for layout in LAYOUTS
     for optimizer in OPTIMIZERS
     for accumulation in ACCUMULATIONS
+]
+CASES += [
+    case_of(layout, optimizer, accumulation)
+    for layout in TWO_AXES
+    for optimizer, accumulation in zip(OPTIMIZERS, ACCUMULATIONS, strict=True)
 ]
 
 

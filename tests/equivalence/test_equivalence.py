@@ -96,7 +96,7 @@ def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> R
     worker = [str(Path(__file__).with_name("worker.py")), str(models), str(found.directory)]
     for ranks in RANKS:
         try:
-            torchrun(worker, ranks=ranks, timeout_seconds=480, environment=WORKER_ENVIRONMENT)
+            torchrun(worker, ranks=ranks, timeout_seconds=800, environment=WORKER_ENVIRONMENT)
         except LaunchFailedError as error:
             found.launch_errors[ranks] = str(error)
     return found

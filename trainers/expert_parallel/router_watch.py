@@ -37,7 +37,8 @@ class RouterWatch:
     @contextmanager
     def recording(self) -> Iterator[list[RoutedTokens]]:
         """Collect one record for each layer that runs in the block."""
-        self._records = records = []
+        records: list[RoutedTokens] = []
+        self._records = records
         try:
             yield records
         finally:

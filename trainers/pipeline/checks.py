@@ -69,11 +69,13 @@ def engine_faults(args: Any, *, replicas: int, tensor_parallel_size: int) -> lis
         tensor_parallel_size: Ranks that hold each stage together.
     """
     faults = []
-    written = set_global_batch(args.hf_deepspeed_config, replicas=replicas, world_size=args.world_size)
+    # Only what TrainingArguments were given is Transformers' own; `accelerate launch` leaves the plugin's.
+    configuration = getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.hf_ds_config
+    written = set_global_batch(configuration, replicas=replicas, world_size=args.world_size)
     if written is not None:
         faults += global_batch_faults(args, written, replicas)
     if tensor_parallel_size > 1:
-        section = args.hf_deepspeed_config.config.setdefault("pipeline", {})
+        section = configuration.config.setdefault("pipeline", {})
         for key, needed in ENGINE_SECTION.items():
             if section.setdefault(key, needed) != needed:
                 rule = f"stages that {tensor_parallel_size} ranks hold together need {str(needed).lower()}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from .micro_batches import IGNORED
+
+if TYPE_CHECKING:
+    import torch
 
 
 def own_samples(
@@ -24,6 +26,7 @@ def own_samples(
         replicas: How many share the data set.
         replica: Which one this is.
 
+    >>> import torch
     >>> batch = {"labels": torch.tensor([[1, 2], [3, 4]])}
     >>> [kept["labels"].tolist() for kept, _ in own_samples([batch], samples=3, replicas=2, replica=1)]
     [[[1, 2], [-100, -100]]]

@@ -6,24 +6,23 @@ Shapes: B samples of a micro-batch, S tokens of its longest sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, UsageError
-from ...plugins.pipeline_stage import stage_inputs
+
+if TYPE_CHECKING:
+    import torch
 
 IGNORED = -100
 """Label of a token without a loss."""
 
 _FILL = {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED}
 
-MicroBatch = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]
-"""Inputs of the first stage, and labels with the factor of their summed loss for the last one."""
-
 
 def batch_faults(batch: Mapping[str, Any]) -> list[Fault]:
     """Return a fault for everything in a collated batch that stages cannot pass on, and for what is missing."""
+    import torch
+
     names = ", ".join(_FILL)
     faults = [
         Fault(where="batch", value=name, rule=f"stages of a pipeline take {names}", fix="leave it out in the collator")
@@ -65,6 +64,8 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
 
 
 def _padded(batch: Mapping[str, torch.Tensor], samples: int, tokens: int, *, masked: bool) -> dict[str, torch.Tensor]:
+    import torch
+
     whole = dict(batch)
     if masked and "attention_mask" not in whole:
         whole["attention_mask"] = torch.ones_like(whole["input_ids"])
@@ -81,15 +82,21 @@ def _padded(batch: Mapping[str, torch.Tensor], samples: int, tokens: int, *, mas
 
 def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a batch that takes its place in a schedule and adds nothing to the loss."""
+    import torch
+
     return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
 
 
-def for_stages(batch: Mapping[str, torch.Tensor], loss_factor: torch.Tensor) -> MicroBatch:
-    """Return one micro-batch in the form that the first and the last stage read.
+def for_stages(
+    batch: Mapping[str, torch.Tensor], loss_factor: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
+    """Return the inputs of the first stage, and labels with the factor of their summed loss for the last one.
 
     Args:
         batch: Tensors [B, S] by name.
         loss_factor: What the last stage multiplies the summed cross-entropy by, a float32 scalar.
     """
+    from ...plugins.pipeline_stage import stage_inputs
+
     inputs = stage_inputs(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
     return inputs, (batch["labels"], loss_factor)

@@ -15,14 +15,14 @@ LONGEST_SEQUENCE_TOKENS = 4096
 """Sequence that stages are balanced for, where the model takes as long a one."""
 
 
-def source_of(model: Any) -> Any:
-    """Return the model itself, or for the directory of a checkpoint its model without weights."""
+def source_of(model: Any, *, revision: str | None = None) -> Any:
+    """Return the model itself, or for the directory or Hub id of a checkpoint its model without weights."""
     if not isinstance(model, str | Path):
         return model
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 

@@ -23,11 +23,12 @@ from ...plugins.pipeline_engine import (
     optimizer_step,
     read_own_replica,
     repair_clipping,
+    set_global_batch,
     summed_loss,
 )
 from ...plugins.pipeline_module import build_pipeline_module
-from ...plugins.transformers import deepspeed_configuration
-from .checks import check_pipeline, engine_faults, stages_faults
+from ...plugins.transformers import deepspeed_configuration, weights_dtype
+from .checks import check_pipeline, engine_faults, global_batch_faults, stages_faults
 from .evaluation import own_samples
 from .micro_batches import for_stages, of_one_shape, predicted_tokens, without_labels
 from .source import balanced, source_of
@@ -42,12 +43,14 @@ class PipelineTrainer(Trainer):
     `(stage * replicas + replica) * tensor_parallel_size + tensor_rank`.
 
     Args:
-        model: A causal language model, or the directory of a checkpoint, of which every rank reads its own stage alone.
+        model: A causal language model; or the directory or Hub id of a checkpoint, of which every rank reads its own
+            stage alone, in bf16 where `args` ask for it and else in fp32.
         args: `TrainingArguments` with a DeepSpeed configuration of ZeRO stage 0 or 1.
         pipeline_stages: How many stages, balanced by the terms of the planner; or the stages themselves, with
             `dual_pipe` two for each rank.
         tensor_parallel_size: Ranks that hold each stage together.
         dual_pipe: Whether DualPipeV runs the micro-batches; every rank then holds two stages.
+        revision: Revision of a Hub id.
         **kwargs: What the Trainer takes besides: `train_dataset`, `eval_dataset`, `data_collator`,
             `processing_class`, `callbacks`, `optimizer_cls_and_kwargs`.
 
@@ -65,9 +68,10 @@ class PipelineTrainer(Trainer):
         pipeline_stages: int | tuple[PipelineStage, ...],
         tensor_parallel_size: int = 1,
         dual_pipe: bool = False,
+        revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        whole = source_of(model)
+        whole = source_of(model, revision=revision)
         ranks = _ranks(pipeline_stages, dual_pipe=dual_pipe)
         check_pipeline(
             args,
@@ -79,8 +83,9 @@ class PipelineTrainer(Trainer):
         )
         self._stages, self._tensor_ranks, self._dual_pipe = ranks, tensor_parallel_size, dual_pipe
         self._replicas = args.world_size // self._ranks_of_a_replica
-        counted = isinstance(pipeline_stages, int)
-        stages = balanced(whole, args, ranks, dual_pipe) if counted else pipeline_stages
+        stages = pipeline_stages
+        if isinstance(stages, int):
+            stages = balanced(whole, args, ranks, dual_pipe)
         faults = [*stages_faults(stages, whole.config.get_text_config().num_hidden_layers), *_unsupported(kwargs)]
         faults += engine_faults(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
         if faults:
@@ -96,6 +101,8 @@ class PipelineTrainer(Trainer):
             tensor_parallel_size=tensor_parallel_size,
             dual_pipe=dual_pipe,
             dynamic_shape=False,
+            dtype=weights_dtype(args, method="full"),
+            revision=revision,
         )
         module.config, module.gradient_checkpointing_enable = whole.config, _already_recomputed
         self.model = self.model_wrapped = self.callback_handler.model = module
@@ -108,11 +115,15 @@ class PipelineTrainer(Trainer):
     @property
     def _replica(self) -> int:
         """Which copy of the pipeline this rank belongs to."""
-        return (self.args.process_index // self._tensor_ranks) % self._replicas
+        return int(self.args.process_index // self._tensor_ranks % self._replicas)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let all stages of one pipeline read the same samples."""
+        """Let all stages of one pipeline read the same samples, and count them so."""
         super().create_accelerator_and_postprocess()
+        configuration = self.accelerator.state.deepspeed_plugin.hf_ds_config
+        written = set_global_batch(configuration, replicas=self._replicas, world_size=self.args.world_size)
+        if written is not None:
+            raise UsageError(global_batch_faults(self.args, written, self._replicas))
         read_own_replica(self.accelerator, replicas=self._replicas, replica=self._replica)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -128,6 +139,7 @@ class PipelineTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Give all micro-batches of a step one shape before any stage sees the first."""
+        self._step_batches = []
         batches, tokens = super().get_batch_samples(*args, **kwargs)
         return (of_one_shape(batches) if batches else batches), tokens
 
@@ -169,7 +181,8 @@ class PipelineTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Mapping[str, torch.Tensor]) -> int:
         """Return what this stage computes for a batch, 6 operations for each token and weight; ranks are added up."""
-        weights = sum(p.numel() for name, p in self.model.named_parameters() if "embed" not in name)
+        multiplied = (module for module in self.model.modules() if not isinstance(module, torch.nn.Embedding))
+        weights = sum(weight.numel() for module in multiplied for weight in module.parameters(recurse=False))
         return int(6 * inputs["input_ids"].numel() * weights)
 
     def evaluation_loop(

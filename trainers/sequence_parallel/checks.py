@@ -35,6 +35,9 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
     if not _loses_on_shifted_labels(inner):
         rule = "must be a causal language model whose loss takes shift_labels"
         faults.append(Fault(where="model", value=name, rule=rule, fix="use an AutoModelForCausalLM model"))
+    elif any(getattr(module, "is_causal", True) is False for module in inner.modules()):
+        rule = "attends to both sides, and padding on the right is seen without a mask"
+        faults.append(Fault(where="model", value=name, rule=rule, fix="use a decoder (is_decoder=True)"))
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         rule = "places images or sounds among its tokens, which cannot be cut into shards"
         faults.append(Fault(where="model", value=name, rule=rule, fix="train its text model"))

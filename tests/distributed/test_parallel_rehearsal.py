@@ -1,0 +1,40 @@
+"""Plans with sequence, tensor, pipeline and expert parallelism for accelerators pass their rehearsal on CPU ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planning import MODELS
+from shardwright.ds_configs.job import TrainingJob
+from shardwright.plugins.planning import plan
+from shardwright.trainers.rehearsal import rehearse
+
+pytestmark = pytest.mark.distributed
+
+LLAMA, MIXTURE = "meta-llama--Llama-3.1-8B", "Qwen--Qwen3-30B-A3B"
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sequence": (LLAMA, 2, {"sequence_parallel_size": 2, "strategy": "zero3"}),
+    "tensor": (LLAMA, 2, {"tensor_parallel_size": 2, "strategy": "zero1"}),
+    "expert": (MIXTURE, 2, {"expert_parallel_size": 2, "strategy": "zero2", "offload": "none"}),
+    "pipelines": (LLAMA, 4, {"pipeline_parallel_size": 2, "strategy": "zero1", "global_batch_size": 64}),
+}
+"""Model, ranks and what is fixed; four ranks are two pipelines."""
+MEMORY_TOLERANCE = 0.25
+"""Largest difference of metered from predicted bytes of a phase, relative; small models round up more than large."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rehearsal_passes(name: str, deepspeed_cpu_ops: None) -> None:
+    model, ranks, fixed = CASES[name]
+    made = plan(str(MODELS / model), "8xB200", TrainingJob(**fixed))
+    axes = {axis: getattr(made.chosen.strategy, axis) for axis in ("tp", "pp", "sp", "ep")}
+    assert max(axes.values()) == 2, "the plan has the axis that was asked for"
+    found = rehearse(made, ranks=ranks, steps=4)
+    assert found.passed, "\n".join(f"{check.name}: {check.detail}" for check in found.checks if not check.passed)
+    assert found.ranks == ranks
+    assert found.measured is not None and found.predicted is not None
+    for phase in ("loss", "backward", "step"):
+        measured = sum(found.measured[phase].values())
+        predicted = sum(found.predicted[phase].terms.values())
+        assert measured == pytest.approx(predicted, rel=MEMORY_TOLERANCE), phase

@@ -1,0 +1,424 @@
+"""Sequence and context parallelism: rules, shards and tiles, without ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.parallelism.context import context_parallel_faults
+from shardwright.ds_configs.parallelism.sequence import sample_faults, sequence_parallel_faults
+from shardwright.plugins.tiled_compute import tile_mlps, tiled_cross_entropy
+from shardwright.trainers.sequence_parallel.checks import (
+    accept_train_batch_size,
+    argument_faults,
+    model_faults,
+    train_batch_size,
+)
+from shardwright.trainers.sequence_parallel.sequence_parallel_callback import SequenceParallelCallback
+from shardwright.trainers.sequence_parallel.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
+from shardwright.trainers.sequence_parallel.tiling import tiling_faults
+
+IGNORED = -100
+LEGAL: dict[str, Any] = {
+    "sequence_parallel_size": 4,
+    "engine": "deepspeed",
+    "world_size": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "seq_len_tokens": 64,
+}
+CONTEXT: dict[str, Any] = {"context_parallel_size": 2, "engine": "fsdp2", "world_size": 4, "seq_len_tokens": 64}
+
+
+def tiny(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "told"),
+    [
+        ({"sequence_parallel_size": 0}, "sp", "positive"),
+        ({"engine": "fsdp2"}, "sp", "DeepSpeed"),
+        ({"world_size": 6}, "sp", "6 % 4 = 2"),
+        ({"num_attention_heads": 6}, "sp", "must divide the attention heads (6 % 4 = 2); nearest legal values: 3, 6"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 6}, "sp", "(6 % 4 = 2); nearest legal values: 3, 6"),
+        ({"seq_len_tokens": 66}, "seq_len", "must be a multiple of sp (66 % 4 = 2); nearest legal values: 64 or 68"),
+        ({"attention": "eager"}, "attn_implementation", "attn_implementation='sdpa'"),
+        ({"attention": "flex_attention"}, "attn_implementation", "without a mask"),
+        ({"mask_dimensions": 4}, "attention_mask", "more than 2 dimensions"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "sp", "layers linear_attention carry a state"),
+        ({"model_type": "mamba2"}, "sp", "layers of mamba2 carry a state"),
+        ({"attention_window_tokens": 32}, "attn_implementation", "use flash_attention_2, or sequences up to 32 tokens"),
+        ({"layer_types": ["chunked_attention"], "attention": "flash_attention_2"}, "attn_implementation", "use sp = 1"),
+        ({"has_equal_head_widths": False}, "sp", "keys wider than values"),
+        ({"rope_type": "longrope"}, "rope_type", "last position of the whole sequence"),
+        ({"context_parallel_size": 2}, "sp", "cp = 2"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "sp", "tp = 2, pp = 2"),
+    ],
+)
+def test_sequence_parallel_rules(change: dict[str, Any], where: str, told: str) -> None:
+    (fault,) = sequence_parallel_faults(**LEGAL | change)
+    assert fault.where == where
+    assert told in str(fault)
+
+
+def test_legal_sequences() -> None:
+    assert sequence_parallel_faults(**LEGAL) == []
+    assert sequence_parallel_faults(**LEGAL | {"attention_window_tokens": 64}) == []
+    flash = {"attention": "flash_attention_2", "layer_types": ["sliding_attention", "full_attention"]}
+    assert sequence_parallel_faults(**LEGAL | flash | {"attention_window_tokens": 8}) == []
+    assert sequence_parallel_faults(**LEGAL | {"attention": "kernels-community/flash-attn2"}) == []
+    off = {"sequence_parallel_size": 1, "engine": "ddp", "attention": "eager", "num_attention_heads": 7}
+    assert sequence_parallel_faults(**LEGAL | off) == []
+
+
+@given(
+    size=st.integers(1, 12),
+    world=st.integers(1, 24),
+    heads=st.integers(1, 24),
+    kv=st.integers(1, 12),
+    length=st.integers(1, 99),
+)
+def test_sizes_are_legal_exactly_when_deepspeed_takes_them(
+    size: int, world: int, heads: int, kv: int, length: int
+) -> None:
+    """The conditions of `UlyssesSPAttentionHF`, its groups and its data loader, all at once."""
+    faults = sequence_parallel_faults(
+        sequence_parallel_size=size,
+        engine="deepspeed",
+        world_size=world,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        seq_len_tokens=length,
+    )
+    broken = [world % size, heads % size, kv % size and size % kv, length % size]
+    assert len(faults) == sum(1 for rest in broken if rest)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"context_parallel_size": 0}, "positive"),
+        ({"engine": "deepspeed"}, "runs on FSDP2 and not on deepspeed"),
+        ({"world_size": 3}, "3 % 2 = 1"),
+        ({"seq_len_tokens": 66}, "must be a multiple of 2 * cp (66 % 4 = 2); nearest legal values: 64 or 68"),
+        ({"attention": "flash_attention_2"}, "attn_implementation='sdpa'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"attention_window_tokens": 4096}, "looks back 4096 tokens"),
+        ({"model_type": "rwkv"}, "layers of rwkv"),
+        ({"mask_dimensions": 4}, "more than 2 dimensions"),
+        ({"packed": True}, "own row"),
+        ({"left_padded": True}, "pad on the right"),
+        ({"rope_type": "dynamic"}, "last position of the whole sequence"),
+        ({"sequence_parallel_size": 2}, "sp = 2"),
+        ({"tensor_parallel_size": 2}, "tp = 2"),
+        ({"dp_replicate": 2, "dp_shard": 1}, "dp_shard > 1"),
+    ],
+)
+def test_context_parallel_rules(change: dict[str, Any], told: str) -> None:
+    (fault,) = context_parallel_faults(**CONTEXT | change)
+    assert told in str(fault)
+
+
+def test_legal_contexts() -> None:
+    assert context_parallel_faults(**CONTEXT) == []
+    assert context_parallel_faults(**CONTEXT | {"layer_types": ["full_attention"], "attention_window_tokens": 8}) == []
+    assert context_parallel_faults(context_parallel_size=1, engine="ddp", world_size=3, seq_len_tokens=5) == []
+
+
+def test_flash_kernels_may_read_packed_rows() -> None:
+    assert sample_faults(left_padded=False, packed=True, attention="flash_attention_2", samples=1) == []
+    assert sample_faults(left_padded=False, packed=True, attention="flash_attention_2", samples=2)
+    assert sample_faults(left_padded=False, packed=True, attention="sdpa", samples=1)
+
+
+def test_models_that_cannot_share_sequences() -> None:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        MistralConfig,
+        MistralForCausalLM,
+        RobertaConfig,
+        RobertaForCausalLM,
+    )
+
+    assert model_faults(tiny(), size=2, world_size=2) == []
+    faults = model_faults(
+        tiny(attn_implementation="eager", num_key_value_heads=1, rope_parameters=_dynamic()), size=3, world_size=4
+    )
+    assert [fault.where for fault in faults] == ["sp", "sp", "attn_implementation", "rope_type"]
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+    }
+    windowed = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=16))
+    assert [fault.where for fault in model_faults(windowed, size=2, world_size=2)] == ["attn_implementation"]
+    (fault,) = model_faults(RobertaForCausalLM(RobertaConfig(**sizes)), size=2, world_size=2)
+    assert "both sides" in str(fault)
+    (fault,) = model_faults(BertForMaskedLM(BertConfig(**sizes, is_decoder=True)), size=2, world_size=2)
+    assert "causal language model" in str(fault)
+
+
+def _dynamic() -> dict[str, Any]:
+    return {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def arguments(**changes: Any) -> Any:
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "world_size": 4,
+        "average_tokens_across_devices": True,
+        "accelerator_config": SimpleNamespace(split_batches=False),
+        "deepspeed_plugin": SimpleNamespace(deepspeed_config={"train_batch_size": "auto"}),
+        "parallelism_config": None,
+        "label_smoothing_factor": 0.0,
+    }
+    return SimpleNamespace(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"average_tokens_across_devices": False}, "means over the tokens of all ranks"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "deals samples"),
+        ({"eval_use_gather_object": True}, "gathers from every rank"),
+        ({"predict_with_generate": True}, "call model.generate"),
+        ({"accelerator_config": SimpleNamespace(split_batches=True)}, "splits a batch"),
+        ({"deepspeed_plugin": SimpleNamespace(deepspeed_config={"train_batch_size": 24})}, "write 12 or 'auto'"),
+        ({"deepspeed_plugin": SimpleNamespace(deepspeed_config={"sequence_parallel_size": 4})}, "contradicts"),
+        (
+            {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})},
+            "does not combine",
+        ),
+        ({"parallelism_config": SimpleNamespace(sp_size=4, cp_size=1, tp_size=1)}, "asks for 2"),
+        ({"parallelism_config": SimpleNamespace(sp_size=2, cp_size=1, tp_size=2)}, "tp_size = 2"),
+    ],
+)
+def test_arguments_that_contradict(change: dict[str, Any], told: str) -> None:
+    (fault,) = argument_faults(arguments(**change), size=2)
+    assert told in str(fault)
+
+
+def test_arguments_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert argument_faults(arguments(), size=2) == []
+    assert argument_faults(arguments(parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)), size=2) == []
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    assert argument_faults(arguments(), size=2) == []
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
+    assert [fault.where for fault in argument_faults(arguments(), size=2)] == ["parallelism_config.sp_size"]
+
+
+def test_true_batch_size_is_taken_for_a_mistake(tmp_path: Any) -> None:
+    """Fails when transformers (5.17.0) counts ranks that share a sequence once."""
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    own = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=3, use_cpu=True)
+    config = HfTrainerDeepSpeedConfig({"train_batch_size": 12, "zero_optimization": {"stage": 2}})
+    with patch.object(TrainingArguments, "world_size", 4):
+        config.trainer_config_process(own)
+        assert train_batch_size(own, size=2) == 12
+        assert config.mismatches
+        own.hf_deepspeed_config, own.deepspeed_plugin = config, SimpleNamespace(deepspeed_config=config.config)
+        accept_train_batch_size(own, size=2)
+    assert config.mismatches == []
+    started = arguments(deepspeed_plugin=SimpleNamespace(deepspeed_config={"train_batch_size": 12}))
+    accept_train_batch_size(started, size=2)
+    assert started.deepspeed_plugin.deepspeed_config["train_batch_size"] == "auto"
+
+
+def test_callback_checks_before_anything_is_made() -> None:
+    for wrong in ({"sequence_parallel_size": 0}, {"sequence_parallel_size": 2, "loss_reduction": "max"}):
+        with pytest.raises(UsageError):
+            SequenceParallelCallback(**wrong)  # type: ignore[arg-type]
+    faulty = arguments(deepspeed_plugin=None, average_tokens_across_devices=False)
+    with pytest.raises(UsageError) as caught:
+        SequenceParallelCallback(3, tiled_loss=1).prepare(faulty, tiny())
+    assert [fault.where for fault in caught.value.faults] == [
+        *("sp", "sp", "sp", "sp"),
+        *("training arguments: average_tokens_across_devices", "tiled_loss"),
+    ]
+    with pytest.raises(UsageError, match="attach"):
+        SequenceParallelCallback(2).on_train_begin(None, None, None)
+
+
+@given(data=st.data(), samples=st.integers(1, 3), tokens=st.integers(2, 17), ranks=st.integers(1, 5))
+@settings(max_examples=60)
+def test_shards_hold_every_token_and_label_once(data: Any, samples: int, tokens: int, ranks: int) -> None:
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    ids = torch.randint(1, 50, (samples, tokens), generator=draw)
+    labels = torch.where(torch.rand(samples, tokens, generator=draw) < 0.4, IGNORED, ids)
+    weights = torch.rand(samples, tokens, 3, generator=draw)
+    batch = {"input_ids": ids, "labels": labels, "weights": weights, "names": ["a"], "scale": torch.ones(samples)}
+    shards = [cut(batch, ranks=ranks, rank=rank, pad_token_id=7) for rank in range(ranks)]
+    whole = {name: torch.cat([shard.inputs[name] for shard in shards], dim=1) for name in ("input_ids", "position_ids")}
+    length = -(-tokens // ranks)
+    assert all(shard.inputs["input_ids"].shape == (samples, length) for shard in shards)
+    assert torch.equal(whole["input_ids"][:, :tokens], ids)
+    assert (whole["input_ids"][:, tokens:] == 7).all()
+    assert torch.equal(whole["position_ids"], torch.arange(length * ranks).expand(samples, -1))
+    assert torch.equal(torch.cat([shard.inputs["weights"] for shard in shards], dim=1)[:, :tokens], weights)
+    # What a single process would compare with the logits of each position.
+    expected = torch.full((samples, length * ranks), IGNORED)
+    expected[:, : tokens - 1] = labels[:, 1:]
+    found = [shard.shift_labels_BL for shard in shards]
+    assert torch.equal(torch.cat([one for one in found if one is not None], dim=1), expected)
+    counts = sum(int(shard.labelled) for shard in shards if shard.labelled is not None)
+    assert counts == int((labels[:, 1:] != IGNORED).sum()) == int(labelled_tokens([batch]))  # type: ignore[arg-type]
+    for shard in shards:
+        assert shard.inputs["names"] == ["a"]
+        assert torch.equal(shard.inputs["scale"], batch["scale"])  # type: ignore[arg-type]
+        shifting, aligned = shard.labels(shifts=True), shard.labels(shifts=False)
+        assert torch.equal(shifting[:, 1:], aligned)
+        assert (aligned != IGNORED).any()
+
+
+def test_labels_that_are_shifted_already() -> None:
+    shifted = torch.tensor([[5, 6, IGNORED, IGNORED]])
+    assert shifted_labels({"shift_labels": shifted, "labels": shifted + 1}) is shifted
+    assert shifted_labels({"input_ids": shifted}) is None
+    assert labelled_tokens([{"input_ids": shifted}]) is None
+
+
+def test_what_masks_and_positions_tell() -> None:
+    right, left = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    restarts, counting = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[3, 4, 5, 6]])
+    assert padding_and_packing([{"input_ids": right}]) == (False, False)
+    assert padding_and_packing([{"attention_mask": right}]) == (False, False)
+    assert padding_and_packing([{"attention_mask": right}, {"attention_mask": left}]) == (True, False)
+    assert padding_and_packing([{"position_ids": counting}]) == (False, False)
+    assert padding_and_packing([{"position_ids": restarts}]) == (False, True)
+    # Collators put any position beside padding.
+    assert padding_and_packing([{"position_ids": restarts, "attention_mask": right[:1]}]) == (False, False)
+    assert padding_and_packing([{"attention_mask": torch.tensor([[1, 1, 2, 2]])}]) == (False, True)
+
+
+def test_padding_on_the_right_is_not_attended_to() -> None:
+    model, ids = tiny().eval(), torch.randint(1, 96, (2, 11))
+    with torch.no_grad():
+        alone = model(input_ids=ids).logits
+        padded = model(input_ids=torch.nn.functional.pad(ids, (0, 5), value=0)).logits
+    assert torch.allclose(alone, padded[:, :11], atol=1e-5)
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("tiles", [None, 2, 5, 40])
+def test_tiles_change_neither_loss_nor_gradients(tiles: int | None, samples: int, tied: bool) -> None:
+    model = tiny(tie_word_embeddings=tied)
+    ids = torch.randint(1, 96, (samples, 37))
+    labels = torch.nn.functional.pad(torch.where(ids % 3 == 0, IGNORED, ids)[:, 1:], (0, 1), value=IGNORED)
+    plain = torch.nn.functional.cross_entropy(model(ids).logits.transpose(1, 2), labels, reduction="sum")
+    expected = gradients(model, plain * 0.25)
+    tile_mlps(model, tiles)
+    hidden = model.model(ids).last_hidden_state
+    tiled = tiled_cross_entropy(model, hidden, labels, tiles)
+    found = gradients(model, tiled * 0.25)
+    assert tiled.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-6 * float(gradient.abs().max()) + 1e-7), name
+
+
+def test_tiles_take_less_memory() -> None:
+    from shardwright.plugins.byte_meter import ByteMeter
+
+    model = tiny(vocab_size=4096, intermediate_size=512)
+    ids = torch.randint(1, 4096, (1, 512))
+
+    def peak(step: Any) -> int:
+        meter = ByteMeter()
+        with meter:
+            step().backward()
+        model.zero_grad()
+        return max(meter.reading().peaks.values())
+
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
+    plain = peak(lambda: torch.nn.functional.cross_entropy(model(ids).logits[0], labels[0], reduction="sum"))
+    tile_mlps(model, None)
+    tiled = peak(lambda: tiled_cross_entropy(model, model.model(ids).last_hidden_state, labels, 16))
+    assert tiled < plain / 4
+
+
+def test_first_mlp_learns_behind_a_frozen_embedding() -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    mlp = tiny().model.layers[0].mlp
+    x = torch.randn(1, 8, 32)
+    # Fails when deepspeed (0.19.8) lets parameters alone ask for a gradient.
+    assert not TiledMLP.apply(lambda _, tile: mlp(tile), mlp, x, 2, list(mlp.parameters())).requires_grad
+    holder = torch.nn.Module()
+    holder.mlp, holder.config = mlp, tiny().config
+    expected = gradients(mlp, mlp(x).square().sum())
+    tile_mlps(holder, 2)
+    found = gradients(mlp, mlp(x).square().sum())
+    assert all(torch.allclose(found[name], one, atol=1e-5) for name, one in expected.items())
+
+
+def test_fused_tiled_loss_misses_factors_of_its_head() -> None:
+    """Fails when deepspeed (0.19.8) scales the head's gradient with the loss; it may then be used here."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    head, x, y = torch.nn.Linear(8, 16, bias=False), torch.randn(1, 6, 8, requires_grad=True), torch.randint(16, (1, 6))
+
+    def loss_of(module: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(module(hidden), labels, reduction="sum")
+
+    expected = gradients(head, 0.25 * loss_of(head, x[0], y[0]))["weight"]
+    found = gradients(head, 0.25 * TiledFusedLogitsLoss.apply(loss_of, head, x, y, None, 2, [head.weight], "sum"))
+    assert found == {} or not torch.allclose(found["weight"], expected)
+
+
+def test_what_cannot_be_tiled() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+    }
+    experts = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2, num_key_value_heads=2))
+    dropping = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=32))
+
+    def told(model: Any, given: Any, **switches: Any) -> str:
+        settings: dict[str, Any] = {"size": 2, "tiled_mlp": False, "tiled_loss": False}
+        return " ".join(map(str, tiling_faults(model, given, **settings | switches)))
+
+    assert told(tiny(), arguments(), tiled_mlp=True, tiled_loss=8) == ""
+    assert "routes tokens to experts" in told(experts, arguments(), tiled_mlp=True)
+    assert "dropout would differ" in told(dropping, arguments(), tiled_mlp=True)
+    assert "number of tiles above 1" in told(tiny(), arguments(), tiled_mlp=1)
+    assert "not shared" in told(tiny(), arguments(), tiled_loss=True, size=1)
+    assert "label smoothing" in told(tiny(), arguments(label_smoothing_factor=0.1), tiled_loss=True)
+    assert "use_liger_kernel" in told(tiny(), arguments(use_liger_kernel=True), tiled_loss=True)
