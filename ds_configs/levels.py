@@ -42,7 +42,7 @@ def candidate_levels(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob)
         tier = [] if fixes_axes(job) else [_build(name, offload, model, hardware, job) for name in names]
         for axes in axes_to_try(model, hardware, job, offload):
             wanted = [name for name in names_for_axes(job, axes) if not _is_quantized(job) or name in _QUANTIZING]
-            bases = [_build(name, offload, model, hardware, job) for name in wanted]
+            bases = [_build(name, offload, model, hardware, replace(job, strategy=name)) for name in wanted]
             tier += [with_axes(base, axes, hardware) for base in bases if base is not None]
         legal_shape = [_with_quantization(strategy, job) for strategy in tier if strategy is not None]
         legal_shape.sort(key=lambda strategy: _preference(strategy, model, hardware, job))

@@ -64,7 +64,8 @@ def chosen_reason(
     return (
         f"{display_name(strategy)} is {asked}: it needs {gigabytes(gpu.peak_bytes)} GB "
         f"({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of {gigabytes(gpu.capacity_bytes)} GB, at most "
-        f"in the {gpu.phase} phase: {largest_terms(gpu.terms)}; micro-batch {strategy.micro_batch_size} "
+        f"in the {gpu.phase} phase{_of_stage(gpu.stage)}: {largest_terms(gpu.terms)}; micro-batch "
+        f"{strategy.micro_batch_size} "
         f"{checkpointing} gradient checkpointing{_calibrated(gpu.calibrated_runs, hardware)}."
         + (_of_axes(strategy, model, hardware, job, smaller) if strategy.axes else "")
     )
@@ -131,6 +132,10 @@ def _too_small(strategy: Strategy, smaller: Sequence[tuple[Strategy, MemoryEstim
         for other, memory in same[:1] + plain[:1]
     ]
     return f" Too large: {'; '.join(shown)}." if shown else ""
+
+
+def _of_stage(stage: int | None) -> str:
+    return "" if stage is None else f" of stage {stage}"
 
 
 def _calibrated(runs: int, hardware: HardwareSpec) -> str:

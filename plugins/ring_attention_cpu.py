@@ -1,7 +1,7 @@
 """Ring attention of torch on CPU ranks, so that context parallelism can be rehearsed and tested there.
 
-Seen with torch 2.13.0 (distributed/tensor/experimental/_context_parallel): the ring itself takes any attention operator,
-and the tables that name them hold those of CUDA alone. On the CPU the operator of
+Seen with torch 2.13.0 (distributed/tensor/experimental/_context_parallel): the ring itself takes any attention
+operator, and the tables that name them hold those of CUDA alone. On the CPU the operator of
 `scaled_dot_product_attention` has no strategy ("does not have a sharding strategy registered").
 """
 
@@ -26,12 +26,10 @@ def _forward(operator: Any, given: tuple[Any, ...], named: dict[str, Any]) -> An
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     query, key, value, *rest = given
-    dropout, is_causal = [*rest, *(0.0, False)[len(rest) :]]
-    named = {"dropout_p": dropout, **named}
-    is_causal = named.pop("is_causal", is_causal)
+    named = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | named
     mesh = query.device_mesh
     results = ring._templated_ring_attention(
-        mesh.get_group(), _SEQUENCE_DIMENSION, operator, *_local(query, key, value), is_causal=is_causal, **named
+        mesh.get_group(), _SEQUENCE_DIMENSION, operator, *_local(query, key, value), **named
     )
     return _whole(mesh, results)
 

@@ -9,9 +9,10 @@ from itertools import product
 
 import pytest
 import yaml
+from commands import Shell, shell_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import llama, public_model
+from planning import MODELS, llama, public_model
 from shardwright.ds_configs.hardware import parse_hardware
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.parallelism import collectives
@@ -483,3 +484,47 @@ def test_group_bandwidths_follow_where_members_lie():
         assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == expected
     for ranks, stride in product((1, 2, 4), (1, 2)):
         assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == link
+
+
+# --- the command ---
+
+CONFIG = MODELS / "meta-llama--Llama-3.1-8B" / "config.json"
+
+
+@pytest.fixture
+def shell(tmp_path, capsys, monkeypatch) -> Shell:
+    return shell_in(tmp_path, "plan", capsys, monkeypatch)
+
+
+def test_the_command_takes_sizes_from_flags_files_and_the_environment(shell, tmp_path, monkeypatch):
+    (tmp_path / "settings.yaml").write_text("tensor_parallel_size: 4\nhardware: 8xA100-80GB\n")
+    result = shell(CONFIG, "--config", "settings.yaml", "--format", "json")
+    assert json.loads(result.out)["chosen"]["strategy"]["tp"] == 4
+    monkeypatch.setenv("SHARDWRIGHT_TENSOR_PARALLEL_SIZE", "2")
+    result = shell(CONFIG, "--config", "settings.yaml", "--format", "json")
+    assert json.loads(result.out)["chosen"]["strategy"]["tp"] == 2
+    flags = ("--tensor-parallel-size", "auto", "--format", "json")
+    result = shell(CONFIG, "--config", "settings.yaml", *flags)
+    assert json.loads(result.out)["chosen"]["strategy"]["label"] == "zero1"
+
+
+def test_the_command_refuses_a_size_with_its_neighbours(shell):
+    result = shell(CONFIG, "--hardware", "8xH100-80GB", "--tensor-parallel-size", 3)
+    assert result.code == 2
+    assert any("tp = 3: must divide the attention heads (32 % 3 = 2)" in line for line in result.errors)
+
+
+def test_quantized_collectives_come_from_the_environment_too(shell, monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_ZERO_QUANTIZED_WEIGHTS", "true")
+    result = shell(CONFIG, "--hardware", "8xH100-80GB", "--format", "json")
+    assert json.loads(result.out)["chosen"]["strategy"]["zero"]["quantized_weights"] is True
+
+
+def test_tensor_parallelism_in_more_dimensions_is_explained_as_analysis_only(shell):
+    flags = ("--hardware", "8xH100-80GB", "--explain-tensor-parallel")
+    found = json.loads(shell(CONFIG, *flags, "--format", "json").out)["tensor_layouts"]
+    assert {layout["name"] for layout in found["layouts"]} == {"1D", "2D", "2.5D", "3D"}
+    assert all(layout["analysis_only"] is (layout["name"] != "1D") for layout in found["layouts"])
+    shown = " ".join(shell(CONFIG, *flags).out.split())
+    assert " ".join(found["reason"].split()) in shown
+    assert "analysis only" in shown

@@ -15,7 +15,7 @@ from pipeline_cases import LAYERS, Case, data_of, untrained_model
 from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.parallelism.stages import PipelineStage, balanced_stages
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
-from shardwright.plugins.pipeline_engine import repair_clipping, set_global_batch
+from shardwright.plugins.pipeline_engine import free_logits_early, repair_clipping, set_global_batch
 from shardwright.trainers.pipeline.checks import check_pipeline, engine_faults, global_batch_faults, stages_faults
 from shardwright.trainers.pipeline.evaluation import own_samples
 from shardwright.trainers.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
@@ -134,9 +134,10 @@ def test_legal_arguments_are_taken(tmp_path: Path) -> None:
 
 
 def test_broken_rules_are_told_together_with_the_nearest_legal_values(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, Case(zero_stage=2), label_smoothing_factor=0.1)
+    more = {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"}
+    arguments = deepspeed_arguments(tmp_path, Case(zero_stage=2), **more)
     found = faults_of(OnRanks(8, arguments), stages=5)
-    assert found.keys() == {"pp", "zero_optimization.stage", "label_smoothing_factor"}
+    assert found.keys() == {"pp", "zero_optimization.stage", *more}
     assert "nearest legal values: 4, 8" in found["pp"]
     assert "nearest legal value: 1" in found["zero_optimization.stage"]
 
@@ -267,3 +268,38 @@ def test_clipping_counts_every_parameter_once(monkeypatch: pytest.MonkeyPatch, f
     engine.clip_fp32_gradients()
     assert engine._global_grad_norm == pytest.approx(5.0)
     assert [cut.grad.item(), whole.grad.item(), tied.grad.item()] == pytest.approx([0.3, 0.3, 0.7], rel=1e-5)
+
+
+def test_deepspeed_keeps_logits_that_its_last_stage_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when DeepSpeed lets go of them by itself (seen in 0.19.8); `free_logits_early` can then go."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+
+    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda self, loss: None)
+    engine = object.__new__(PipelineEngine)
+    buffers = {"outputs": ["logits"], "labels": ["labels"]}
+    module = SimpleNamespace(training=True)
+    engine.__dict__.update(pipe_buffers=buffers, module=module, stage_id=1, num_stages=2, optimizer=1, loss=None)
+    engine._INSTRUCTION_MAP[BackwardPass](engine, 0)
+    assert buffers == {"outputs": ["logits"], "labels": ["labels"]}
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ForwardPass: lambda self, buffer_id: None}
+    free_logits_early(engine)
+    engine._INSTRUCTION_MAP[ForwardPass](engine, 0)
+    assert buffers == {"outputs": [None], "labels": ["labels"]}
+    engine._INSTRUCTION_MAP[BackwardPass](engine, 0)
+    assert buffers == {"outputs": [None], "labels": [None]}
+
+
+def test_deepspeed_evaluates_dual_pipes_with_the_buffers_of_training() -> None:
+    """Fails when DeepSpeed takes the evaluation's own (seen in 0.19.8); `summed_loss` need set nothing then."""
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+    from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, ForwardPass
+
+    schedule = DualPipeVSchedule(micro_batches=8, stages=2, stage_id=1, forward_only=True)
+    passes = [command for step in schedule.steps() for command in step if isinstance(command, ForwardPass)]
+    first_of_phase_1 = min(command.buffer_id for command in passes if command.phase == 1)
+    training = SimpleNamespace(micro_batches=4)
+    assert first_of_phase_1 == 8
+    assert DualPipeVEngine._phase1_buffer(training, 0) == 4

@@ -20,6 +20,7 @@ from shardwright.trainers.sequence_parallel.checks import (
     model_faults,
     train_batch_size,
 )
+from shardwright.trainers.sequence_parallel.context_parallel import ContextParallelCollator, prepare_context_parallel
 from shardwright.trainers.sequence_parallel.sequence_parallel_callback import SequenceParallelCallback
 from shardwright.trainers.sequence_parallel.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
 from shardwright.trainers.sequence_parallel.tiling import tiling_faults
@@ -212,7 +213,7 @@ def arguments(**changes: Any) -> Any:
             {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})},
             "does not combine",
         ),
-        ({"parallelism_config": SimpleNamespace(sp_size=4, cp_size=1, tp_size=1)}, "asks for 2"),
+        ({"parallelism_config": SimpleNamespace(sp_size=4, cp_size=1, tp_size=1)}, "here, which is 2"),
         ({"parallelism_config": SimpleNamespace(sp_size=2, cp_size=1, tp_size=2)}, "tp_size = 2"),
     ],
 )
@@ -422,3 +423,29 @@ def test_what_cannot_be_tiled() -> None:
     assert "not shared" in told(tiny(), arguments(), tiled_loss=True, size=1)
     assert "label smoothing" in told(tiny(), arguments(label_smoothing_factor=0.1), tiled_loss=True)
     assert "use_liger_kernel" in told(tiny(), arguments(use_liger_kernel=True), tiled_loss=True)
+
+
+def test_context_parallel_batches() -> None:
+    def collate(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(rows)
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "scale": torch.ones(len(rows))}
+
+    batch = ContextParallelCollator(collate, 2, pad_token_id=9)([[1, 2, 3, 4, 5]])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
+    assert batch["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORED, IGNORED, IGNORED]]
+    assert batch.keys() == {"input_ids", "labels", "scale"}
+    masked = ContextParallelCollator(lambda ids: {**collate(ids), "attention_mask": torch.tensor([[0, 1]])}, 2)
+    with pytest.raises(UsageError, match="left padding"):
+        masked([[1, 2]])
+
+
+def test_context_parallel_checks_before_anything_is_made() -> None:
+    given = arguments(
+        fsdp=[], deepspeed_plugin=None, parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
+    )
+    with pytest.raises(UsageError) as caught:
+        prepare_context_parallel(given, tiny(attn_implementation="eager"), 3)
+    assert [fault.where for fault in caught.value.faults] == [
+        *("cp", "cp", "attn_implementation"),
+        *("parallelism_config.sp_size", "parallelism_config.cp_size"),
+    ]

@@ -256,6 +256,14 @@ def test_refused_at_construction(
     assert message in str(error.value)
 
 
+def test_a_model_without_attention_is_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4)
+    with pytest.raises(UsageError, match="model_type = 'mamba'"):
+        TensorParallelCallback(2).prepare(arguments({"zero_optimization": {"stage": 1}}), MambaForCausalLM(config))
+
+
 def test_mixtures_of_experts_are_refused() -> None:
     model = small("mixtral", num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(UsageError, match="mixtures of experts"):

@@ -62,13 +62,16 @@ def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offl
     if wanted:
         yield wanted
         return
+    if job.teacher is not None:
+        # What trains with a teacher takes the sequence parallelism that it was asked for and nothing else.
+        return
     for axis, sizes in _sizes(model, hardware).items():
         automatic = offload == "none" or axis in _OFFLOADING_AXES
-        if axis in fixed or not automatic or (job.teacher is not None and axis != "sp"):
+        if axis in fixed or not automatic:
             continue
         for size in sizes:
             yield {axis: size}
-    if offload == "none" and not fixed.keys() & {"tp", "pp"} and job.teacher is None:
+    if offload == "none" and not fixed.keys() & {"tp", "pp"}:
         for tp, pp in _pairs(model, hardware):
             yield {"tp": tp, "pp": pp}
 

@@ -20,7 +20,6 @@ class Case:
 
     family: str
     zero_stage: int = 2
-    ranks: int = 2
     accumulation: int = 1
     optimizer: str = "sgd"
     balanced: bool = False
@@ -41,7 +40,6 @@ class Case:
             [
                 self.family,
                 f"zero{self.zero_stage}",
-                f"{self.ranks}ranks",
                 f"x{self.accumulation}",
                 self.optimizer,
                 *chosen,
@@ -84,20 +82,15 @@ class Case:
         return arguments
 
 
-ON_TWO = [
+CASES = [
     Case(family="mixtral", accumulation=3, balanced=True),
     Case(family="mixtral", zero_stage=0, balanced=True),
     Case(family="mixtral", own_loss=True, evaluated=True, balanced=True),
-    Case(family="qwen3_moe", zero_stage=3, optimizer="adamw_torch", balanced=True, checkpointing=True),
+    Case(family="qwen3_moe", zero_stage=3, optimizer="adamw_torch", balanced=True, checkpointing=True, resumed=True),
     Case(family="qwen2_moe", zero_stage=3, accumulation=3, balanced=True, from_pretrained=True),
     Case(family="deepseek_v3", accumulation=3, optimizer="adamw_torch", resumed=True),
     Case(family="deepseek_v2", zero_stage=1),
 ]
-ON_FOUR = [
-    Case(family="mixtral", ranks=4, accumulation=3, balanced=True),
-    Case(family="deepseek_v3", ranks=4, zero_stage=3, optimizer="adamw_torch", resumed=True),
-]
-"""Two ranks that divide the experts, times two that see other samples: ZeRO-3 divides experts over these."""
 
 
 def model(case: Case) -> Any:

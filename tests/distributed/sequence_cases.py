@@ -43,7 +43,13 @@ class Case:
     """Evaluated while it trains, with a metric of logits."""
     interrupted: bool = False
     """Saved after two steps and resumed in another Trainer."""
+    context: bool = False
+    """Context parallelism under FSDP2 in the place of sequence parallelism."""
     parallel: bool = True
+
+    @property
+    def engine(self) -> str:
+        return "fsdp2" if self.context else "deepspeed"
 
     @property
     def alone(self) -> Case:
@@ -71,6 +77,7 @@ TWO_RANKS = [
     Case(name="tiled-zero3", zero_stage=3, accumulation=3, checkpointing=True, tiled_mlp=3, tiled_loss=4),
     Case(name="tiled-tied", accumulation=3, tied=True, tiled_mlp=3, tiled_loss=4, evaluates=True),
     Case(name="tiled-lora", lora=True, tiled_mlp=2, accumulation=3),
+    Case(name="context", context=True, accumulation=3),
     Case(name="resumed", optimizer="adamw_torch", accumulation=3, interrupted=True),
 ]
 FOUR_RANKS = [Case(name="beside-data-parallelism", zero_stage=3, ranks=4, accumulation=3, evaluates=True)]
@@ -173,7 +180,10 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     from transformers import TrainingArguments
 
     data_ranks = case.ranks // case.sequence_parallel_size if case.parallel else 1
-    engine = {"deepspeed": deepspeed_configuration(case.zero_stage)} if case.parallel else {}
+    wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    engine: dict[str, Any] = {"fsdp": True, "fsdp_config": wrapped} if case.context else {}
+    if not case.context:
+        engine = {"deepspeed": deepspeed_configuration(case.zero_stage)}
     return TrainingArguments(
         str(directory / case.name),
         per_device_train_batch_size=case.micro_step_samples // data_ranks,
@@ -194,7 +204,7 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         report_to="none",
         disable_tqdm=True,
         seed=11,
-        **engine,
+        **(engine if case.parallel else {}),
         **overrides,
     )
 
@@ -211,6 +221,10 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     """Return a Trainer, on shared sequences where the case says so."""
+    from shardwright.trainers.sequence_parallel.context_parallel import (
+        ContextParallelCollator,
+        prepare_context_parallel,
+    )
     from shardwright.trainers.sequence_parallel.sequence_parallel_callback import SequenceParallelCallback
 
     built, made = arguments(case, directory, overrides), model(case)
@@ -221,18 +235,22 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         loss_reduction="sum" if case.loss == "sum" else "mean",
         loss_shifts_labels=case.loss != "aligned",
     )
-    if case.parallel:
+    collate: Any = padded
+    if case.context:
+        prepare_context_parallel(built, made, 2)
+        collate = ContextParallelCollator(padded, 2)
+    elif case.parallel:
         callback.prepare(built, made)
     trainer = trainer_class(case)(
         model=made,
         args=built,
         train_dataset=samples(SAMPLES, 3),
         eval_dataset=samples(EVALUATED[case.ranks], 4),
-        data_collator=padded,
+        data_collator=collate,
         compute_loss_func=shifting_loss if case.loss == "mean" else None,
         compute_metrics=accuracy if case.evaluates else None,
     )
-    if case.parallel:
+    if case.parallel and not case.context:
         callback.attach(trainer)
     return trainer
 

@@ -16,7 +16,7 @@ def train(case: Case, output: Path) -> None:
     """Train one case; rank 0 writes weights and logs."""
     from safetensors.torch import save_file
 
-    trainer, logs = run(case, output, configure_cpu_ranks("deepspeed"))
+    trainer, logs = run(case, output, configure_cpu_ranks(case.engine))
     if case.interrupted:
         forget_last_run()
         trainer = make_trainer(case, output, configure_cpu_ranks("deepspeed"))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import WORKER_ENVIRONMENT
-from expert_cases import ON_FOUR, ON_TWO, STEPS, Case, model, reference
+from cases import RANKS, WORKER_ENVIRONMENT
+from expert_cases import CASES, STEPS, Case, model, reference
 from shardwright.plugins.launching import torchrun
 
 pytestmark = pytest.mark.distributed
@@ -29,11 +29,10 @@ Runs = dict[Case, dict[str, Any]]
 def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("expert-parallel")
     worker = str(Path(__file__).with_name("expert_worker.py"))
-    for case in (*ON_TWO, *ON_FOUR):
+    for case in CASES:
         if case.from_pretrained:
             model(case).save_pretrained(directory / f"{case.name}-start")
-    for ranks in (2, 4):
-        torchrun([worker, str(directory)], ranks=ranks, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
+    torchrun([worker, str(directory)], ranks=RANKS, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
     return directory
 
 
@@ -44,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return reference(case, tmp_path_factory.mktemp("alone"))
 
     def of(case: Case) -> Any:
-        plain = {"ranks": 1, "zero_stage": 0, "resumed": False, "from_pretrained": False, "checkpointing": False}
+        plain = {"zero_stage": 0, "resumed": False, "from_pretrained": False, "checkpointing": False}
         kept = {name: getattr(case, name) for name in ("family", "accumulation", "optimizer", "balanced", "evaluated")}
         return trained(Case(**kept, **plain))
 
@@ -66,7 +65,7 @@ def loaded(case: Case, output: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(output / f"{case.name}-saved", dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ranks_train_as_one_process(case: Case, output: Path, alone: Any) -> None:
     entries, expected = history(case, output), alone(case)
     wanted = expected.state.log_history
@@ -81,7 +80,7 @@ def test_ranks_train_as_one_process(case: Case, output: Path, alone: Any) -> Non
             assert (state[name] - value).norm() <= WEIGHT_TOLERANCE * value.norm(), name
 
 
-@pytest.mark.parametrize("case", [*ON_TWO, *ON_FOUR], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_saved_model_is_the_trained_one(case: Case, output: Path) -> None:
     logits = torch.load(output / f"{case.name}.logits.pt", weights_only=True)
     with torch.no_grad():
@@ -93,7 +92,7 @@ def test_the_saved_model_is_the_trained_one(case: Case, output: Path) -> None:
     assert config.get("output_router_logits", False) == (case.balanced and "deepseek" not in case.family)
 
 
-@pytest.mark.parametrize("case", [one for one in (*ON_TWO, *ON_FOUR) if one.balanced], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [one for one in CASES if one.balanced], ids=lambda case: case.name)
 def test_routing_is_logged_as_one_process_sees_it(case: Case, output: Path, alone: Any) -> None:
     entries, trainer = history(case, output), alone(case)
     steps = [trainer.routing[first :: case.accumulation] for first in range(case.accumulation)]
@@ -125,6 +124,6 @@ def test_deepspeed_still_wants_marked_groups(output: Path) -> None:
 def test_deepspeed_still_clips_experts_by_the_wrong_norm(output: Path, alone: Any) -> None:
     """Fails when clipping without ZeRO counts the experts of all ranks: `clip_by_the_whole_norm` can go then."""
     embedding = torch.load(output / "without_clip_by_the_whole_norm.pt", weights_only=True)
-    case = Case(family=ON_TWO[0].family, ranks=2, zero_stage=0)
+    case = Case(family=CASES[0].family)
     wanted = alone(case).model.get_input_embeddings().weight
     assert (embedding - wanted).norm() > WEIGHT_TOLERANCE * wanted.norm()

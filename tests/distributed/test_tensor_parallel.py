@@ -35,7 +35,7 @@ COMPARED = [(ranks, case) for ranks, case in ALL if case.has_reference]
 
 def launched(ranks: int, output: Path) -> Path:
     worker = Path(__file__).with_name("tensor_parallel_worker.py")
-    torchrun([str(worker), str(output)], ranks=ranks, timeout_seconds=400)
+    torchrun([str(worker), str(output)], ranks=ranks, timeout_seconds=600)
     return output
 
 

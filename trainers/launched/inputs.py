@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.errors import Fault, RefusedInputError, UsageError
-from ...ds_configs.job import TrainingJob
+from ...ds_configs.job import AXIS_FIELDS, TrainingJob
 from ...ds_configs.plan import Plan
 from ...plugins.models import LoadedModel, load_model
 from ...plugins.planning import read_hardware
@@ -98,7 +98,11 @@ def evaluation_batch_size(plan: Plan, samples: int) -> int:
 
 
 def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **teacher: Any) -> TrainingJob:
-    """Return what is to be planned; `teacher` holds the fields of `TrainingJob` that belong to one."""
+    """Return what is to be planned; `teacher` holds the fields of `TrainingJob` that belong to one.
+
+    Launched trainings run under data parallelism alone, whose trainers compute losses of their own.
+    """
+    alone: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
     precision = settings.precision
     if precision == "auto":
         precision = "fp32" if hardware.gpu == "CPU" else "bf16"
@@ -116,5 +120,6 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **teacher: 
         gradient_checkpointing=settings.gradient_checkpointing,
         strategy=settings.strategy,
         offload=settings.offload,
+        **alone,
         **teacher,
     )

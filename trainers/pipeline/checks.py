@@ -135,7 +135,12 @@ def _argument_faults(args: Any, deepspeed: Mapping[str, Any]) -> list[Fault]:
         ("neftune_noise_alpha", args.neftune_noise_alpha, args.neftune_noise_alpha is not None, exact),
         ("torch_compile", True, args.torch_compile, "stages are not compiled"),
         ("auto_find_batch_size", True, args.auto_find_batch_size, schedule),
-        ("train_sampling_strategy", "batch_rebalance", args.train_sampling_strategy == "batch_rebalance", schedule),
+        (
+            "train_sampling_strategy",
+            args.train_sampling_strategy,
+            args.train_sampling_strategy in ("batch_rebalance", "group_by_length"),
+            "draws an order that the stages of one pipeline do not share; use random or sequential",
+        ),
         ("split_batches", True, bool(args.accelerator_config.split_batches), schedule),
         ("dispatch_batches", True, bool(args.accelerator_config.dispatch_batches), schedule),
     ]

@@ -33,6 +33,9 @@ from .evaluation import own_samples
 from .micro_batches import for_stages, of_one_shape, predicted_tokens, without_labels
 from .source import balanced, source_of
 
+_SEED_STRIDE = 1000
+"""Between the seeds of neighbouring stages."""
+
 
 class PipelineTrainer(Trainer):
     """Trains a causal language model in pipeline stages, with the arguments, callbacks and files of the Trainer.
@@ -132,6 +135,9 @@ class PipelineTrainer(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.model_wrapped = self.model
+        if torch.cuda.is_available():
+            # Dropout of one stage is not to repeat another's; collators draw from the CPU's generator, the same on all.
+            torch.cuda.manual_seed(self.args.seed + _SEED_STRIDE * self.model.stage_id)
         prepared = super()._prepare_for_training(*args, **kwargs)
         repair_clipping(self.model_wrapped)
         free_logits_early(self.model_wrapped)

@@ -27,9 +27,9 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
         attention=config._attn_implementation,
         model_type=text.model_type,
         layer_types=tuple(getattr(text, "layer_types", None) or ()),
-        attention_window_tokens=_window(text),
+        attention_window_tokens=attention_window(text),
         has_equal_head_widths=_has_equal_head_widths(text),
-        rope_type=_rotation(text),
+        rope_type=rotation(text),
     )
     name = type(inner).__name__
     if not _loses_on_shifted_labels(inner):
@@ -70,7 +70,7 @@ def argument_faults(arguments: Any, *, size: int) -> list[Fault]:
     configuration = deepspeed_configuration(arguments)
     if configuration is not None:
         faults += _section_faults(configuration, arguments, size)
-    return faults + _parallelism_faults(arguments, size)
+    return faults + parallelism_faults(arguments, {"sp": size, "cp": 1, "tp": 1})
 
 
 def _section_faults(configuration: dict[str, Any], arguments: Any, size: int) -> list[Fault]:
@@ -115,28 +115,28 @@ def accept_train_batch_size(arguments: Any, *, size: int) -> None:
         processed.mismatches = [one for one in processed.mismatches if _COUNTED not in one]
 
 
-def _parallelism_faults(arguments: Any, size: int) -> list[Fault]:
+def parallelism_faults(arguments: Any, wanted: dict[str, int]) -> list[Fault]:
+    """Return where a `parallelism_config`, of the arguments or of the launcher's environment, asks for other sizes."""
     given = getattr(arguments, "parallelism_config", None)
     sizes = {}
     if given is not None:
-        sizes = {name: getattr(given, f"{name}_size") for name in ("sp", "cp", "tp")}
+        sizes = {name: getattr(given, f"{name}_size") for name in wanted}
     elif os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in ("1", "true", "yes", "on"):
-        prefix = "PARALLELISM_CONFIG_"
-        sizes = {name: int(os.environ.get(f"{prefix}{name.upper()}_SIZE", "1")) for name in ("sp", "cp", "tp")}
-    wanted = {"sp": size, "cp": 1, "tp": 1}
+        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in wanted}
     return [
         Fault(
             where=f"parallelism_config.{name}_size",
             value=found,
-            rule=f"contradicts the callback, which asks for {wanted[name]}",
+            rule=f"contradicts what is asked for here, which is {wanted[name]}",
             fix=f"write {wanted[name]}, or leave parallelism_config out",
         )
         for name, found in sizes.items()
-        if found != wanted[name] and not (name == "sp" and found == 1 and given is None)
+        if found != wanted[name]
     ]
 
 
-def _window(text: Any) -> int | None:
+def attention_window(text: Any) -> int | None:
+    """Return how many tokens a layer looks back; `None` for all."""
     if getattr(text, "use_sliding_window", True) is False:
         return None
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
@@ -163,7 +163,7 @@ def _loses_on_shifted_labels(inner: Any) -> bool:
     return takes_any and "position_ids" in parameters
 
 
-def _rotation(text: Any) -> str:
+def rotation(text: Any) -> str:
     """Return the kind of rotary embedding; where layers differ, one that shards cannot have comes first."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     sections = [rope, *(one for one in rope.values() if isinstance(one, dict))]

@@ -69,10 +69,7 @@ class TensorParallelCallback(TrainerCallback):
         parallelism = training_arguments.parallelism_config
         faults = tensor_parallel_faults(
             tensor_parallel_size=self.tensor_parallel_size,
-            num_attention_heads=text.num_attention_heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            vocab_size=text.vocab_size,
+            **self._sizes(text),
             model_type=model.config.model_type,
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
             vocabulary_parallel_head=self.vocabulary_parallel_head,
@@ -92,6 +89,16 @@ class TensorParallelCallback(TrainerCallback):
         assert configuration is not None, "a missing configuration is a fault"
         self._write_section(configuration, model, training_arguments)
         self._prepared = training_arguments
+
+    def _sizes(self, text: Any) -> dict[str, int]:
+        """Return what must divide; a size that a configuration lacks is left to the rule of families."""
+        heads = getattr(text, "num_attention_heads", None) or self.tensor_parallel_size
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "intermediate_size": getattr(text, "intermediate_size", None) or self.tensor_parallel_size,
+            "vocab_size": text.vocab_size,
+        }
 
     def _write_section(self, configuration: dict[str, Any], model: Any, training_arguments: Any) -> None:
         written = tensor_parallel_section(
