@@ -58,8 +58,8 @@ def chosen_reason(
     smaller: Sequence[tuple[Strategy, MemoryEstimate]] = (),
 ) -> str:
     """Return why this layout was taken; `smaller` holds the preferred ones that do not fit."""
-    gpu = memory.gpu
-    asked = "the strategy you asked for" if job.strategy != "auto" else _preference(strategy, job, skipped)
+    gpu, cost = memory.gpu, step_cost(strategy, model, hardware, job)
+    asked = "the strategy you asked for" if job.strategy != "auto" else _preference(strategy, job, skipped, cost)
     checkpointing = "with" if strategy.gradient_checkpointing else "without"
     return (
         f"{display_name(strategy)} is {asked}: it needs {gigabytes(gpu.peak_bytes)} GB "
@@ -67,7 +67,9 @@ def chosen_reason(
         f"in the {gpu.phase} phase{_of_stage(gpu.stage)}: {largest_terms(gpu.terms)}; micro-batch "
         f"{strategy.micro_batch_size} "
         f"{checkpointing} gradient checkpointing{_calibrated(gpu.calibrated_runs, hardware)}."
-        + (_of_axes(strategy, model, hardware, job, smaller) if strategy.axes else "")
+        + _of_division(strategy, model, job)
+        + _of_time(strategy, cost)
+        + (_too_large(strategy, smaller) if strategy.axes else "")
     )
 
 
@@ -81,27 +83,23 @@ _MEANINGS = {
     "bubble": "idle stages",
 }
 
+_NOTHING_LOST = 5e-4
+"""Seconds that are shown as none."""
+
 
 def lost_time(cost: StepCost) -> str:
     """Return what a layout loses of a step, with its parts, such as `0.36 s (all-to-alls of SP 0.36)`."""
-    parts = sorted(((value, name) for name, value in cost.parts.items() if value >= 5e-4), reverse=True)
+    parts = sorted(((value, name) for name, value in cost.parts.items() if value >= _NOTHING_LOST), reverse=True)
     shown = ", ".join(f"{_MEANINGS[name]} {_seconds(value)}" for value, name in parts)
     return f"{_seconds(cost.lost_seconds)} s" + (f" ({shown})" if shown else "")
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.1 or value < 5e-4 else f"{value:.3f}"
+    return f"{value:.2f}" if value >= 0.1 or value < _NOTHING_LOST else f"{value:.3f}"
 
 
-def _of_axes(
-    strategy: Strategy,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    smaller: Sequence[tuple[Strategy, MemoryEstimate]],
-) -> str:
-    """Say what each axis divides, what it costs, and why a smaller division would not do."""
-    cost = step_cost(strategy, model, hardware, job)
+def _of_division(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> str:
+    """Say what each axis divides."""
     sizes = model.dimensions
     divided = {
         "tp": f"the matrices of each layer ({sizes.num_attention_heads} heads)",
@@ -111,15 +109,21 @@ def _of_axes(
         "ep": f"the {sizes.num_experts} experts of each layer",
     }
     parts = "; ".join(f"{axis.upper()} {size} divides {divided[axis]}" for axis, size in strategy.axes.items())
-    text = (
-        f" {parts}. Of a step of {cost.tokens_per_accelerator:,.0f} tokens for each accelerator "
+    return f" {parts}." if parts else ""
+
+
+def _of_time(strategy: Strategy, cost: StepCost) -> str:
+    """Say what is lost of a step, where that is anything and offload does not outweigh it."""
+    if cost.lost_seconds < _NOTHING_LOST or strategy.offload_optimizer != "none":
+        return ""
+    return (
+        f" Of a step of {cost.tokens_per_accelerator:,.0f} tokens for each accelerator "
         f"({_seconds(cost.compute_seconds)} s of computation) it loses {lost_time(cost)}."
     )
-    return text + _too_small(strategy, smaller)
 
 
-def _too_small(strategy: Strategy, smaller: Sequence[tuple[Strategy, MemoryEstimate]]) -> str:
-    """Name the next smaller division that does not fit, and the fullest layout without any."""
+def _too_large(strategy: Strategy, smaller: Sequence[tuple[Strategy, MemoryEstimate]]) -> str:
+    """Name the next smaller division that does not fit, and the smallest layout without any."""
 
     def size(other: Strategy) -> int:
         return max(other.axes.values(), default=1)
@@ -144,15 +148,16 @@ def _calibrated(runs: int, hardware: HardwareSpec) -> str:
     return f"; interval from {runs} measured run{'s' if runs > 1 else ''} on {hardware.gpu}"
 
 
-def _preference(strategy: Strategy, job: TrainingJob, skipped: int) -> str:
+def _preference(strategy: Strategy, job: TrainingJob, skipped: int, cost: StepCost) -> str:
     if strategy.engine == "single":
         return "enough for one accelerator"
     if strategy.offload_optimizer != "none" and job.offload != "auto":
         return "the first layout that fits with the offload you asked for"
     if strategy.offload_optimizer != "none":
         return "the first layout that fits; without offload none does"
-    if strategy.axes:
-        return "the layout that loses least of a step among those that fit"
+    if strategy.axes or cost.lost_seconds >= _NOTHING_LOST:
+        sizes = " with the sizes you asked for" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
+        return f"the layout that loses least of a step among those that fit{sizes}"
     if skipped == 0:
         return "the simplest layout, and none communicates less"
     return "the simplest of the layouts that fit and communicate least"

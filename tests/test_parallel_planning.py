@@ -219,6 +219,7 @@ def test_with_nvlink_a_model_that_does_not_fit_takes_tp_where_a_step_has_few_tok
 def test_without_nvlink_sharding_or_pp_comes_before_tp(model, hardware, job, expected):
     made = plan(model, hardware, **job)
     assert made.chosen.strategy.label == expected
+    assert ("it loses" in made.chosen.reason) == (hardware == "8xL40S")
     lost = [
         step_cost(layout, model, made.hardware, made.job).lost_seconds
         for layout in (made.chosen.strategy, *(replace(ZERO1, tp=tp, dp_shard=8 // tp) for tp in (2, 4, 8)))
@@ -260,6 +261,13 @@ def test_slow_links_between_nodes_take_pipelines_with_zero_1(gpu):
     zero3 = other(made, "ZeRO-3")
     assert zero3.memory.fits
     assert re.search(r"loses \d+\.\d\d s \(gathers and reductions", zero3.reason)
+
+
+def test_slow_links_beside_fast_ones_add_tp_inside_the_nodes():
+    made = plan(LLAMA_70B, replace(parse_hardware("4x8xH100-80GB"), network_bytes_per_s=1.25e9))
+    assert made.chosen.strategy.label == "zero1+tp4+pp4"
+    assert "of stage 0" in made.chosen.reason
+    assert plan(LLAMA_70B, "4x8xH100-80GB").chosen.strategy.label == "zero3"
 
 
 def test_few_accelerators_take_zero_3():
@@ -322,6 +330,7 @@ def test_more_memory_never_loses_more_of_a_step(layers, width, gpu_gib, more_gib
 
 def test_a_fixed_size_is_kept_and_one_forbids_an_axis():
     made = plan(LLAMA_8B, "8xA100-80GB", tensor_parallel_size=4)
+    assert "with the sizes you asked for" in made.chosen.reason
     assert (made.chosen.strategy.tp, made.chosen.strategy.data_parallel_size) == (4, 2)
     made = plan(QWEN_MOE, "8xH200", expert_parallel_size=1)
     assert made.chosen.strategy.ep == 1

@@ -19,7 +19,6 @@ DATA = Strategy(engine="deepspeed", zero_stage=1, dp_shard=4)
 def test_data_parallelism_needs_nothing() -> None:
     assert parallelism_of(DATA) == PlannedParallelism()
     assert not parallelism_of(DATA).is_pipeline
-    assert parallelism_of(Strategy(engine="fsdp2", dp_shard=2, cp=2)) == PlannedParallelism()
 
 
 @pytest.mark.parametrize(
@@ -36,6 +35,11 @@ def test_each_axis_becomes_its_callback(axis: str, kind: type, size: str) -> Non
     assert type(callback) is kind
     assert getattr(callback, size) == 4
     assert not found.is_pipeline
+
+
+def test_context_parallelism_is_prepared_without_a_callback() -> None:
+    found = parallelism_of(Strategy(engine="fsdp2", dp_shard=2, cp=2))
+    assert (found.callbacks, found.context_parallel_size) == ((), 2)
 
 
 def test_a_pipeline_divides_its_matrices_itself() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.parallelism.context import context_parallel_faults
 from shardwright.ds_configs.parallelism.sequence import sample_faults, sequence_parallel_faults
+from shardwright.plugins import ring_attention_cpu
 from shardwright.plugins.tiled_compute import tile_mlps, tiled_cross_entropy
 from shardwright.trainers.sequence_parallel.checks import (
     accept_train_batch_size,
@@ -449,3 +450,12 @@ def test_context_parallel_checks_before_anything_is_made() -> None:
         *("cp", "cp", "attn_implementation"),
         *("parallelism_config.sp_size", "parallelism_config.cp_size"),
     ]
+
+
+def test_ring_of_torch_is_for_cuda_alone() -> None:
+    """Fails when torch (2.13.0) has a ring for the CPU's attention."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    own = ring_attention_cpu.__name__
+    assert ring.custom_ops
+    assert not [name for name, work in ring.custom_ops.items() if "cpu" in str(name) and work.__module__ != own]

@@ -34,6 +34,8 @@ class PlannedParallelism:
     """Stages of the pipeline, or which layers each holds; 1 without a pipeline."""
     tensor_parallel_size: int = 1
     """Ranks that share the matrices of one pipeline stage; without a pipeline a callback divides them."""
+    context_parallel_size: int = 1
+    """Ranks that pass keys and values of a sequence around."""
 
     @property
     def is_pipeline(self) -> bool:
@@ -51,6 +53,8 @@ class PlannedParallelism:
         """
         for callback in self.callbacks:
             callback.prepare(args, model)
+        if self.context_parallel_size > 1:
+            settings["data_collator"] = self._prepare_context(model, args, settings.get("data_collator"))
         if self.is_pipeline:
             from .pipeline.trainer import PipelineTrainer
 
@@ -69,6 +73,15 @@ class PlannedParallelism:
         for callback in self.callbacks:
             callback.attach(trainer)
         return trainer
+
+    def _prepare_context(self, model: Any, args: Any, collator: Any) -> Any:
+        """Tell Accelerate of context parallelism and return a collator whose batches fit."""
+        from transformers import default_data_collator
+
+        from .sequence_parallel.context_parallel import ContextParallelCollator, prepare_context_parallel
+
+        prepare_context_parallel(args, model, self.context_parallel_size)
+        return ContextParallelCollator(collator or default_data_collator, self.context_parallel_size)
 
 
 def engine_logits(trainer: Any, input_ids_BT: Any) -> Any:
@@ -92,10 +105,7 @@ def engine_logits(trainer: Any, input_ids_BT: Any) -> Any:
 
 
 def parallelism_of(strategy: Strategy, *, stages: Sequence[PipelineStage] = ()) -> PlannedParallelism:
-    """Return what runs the axes of a strategy; `stages` says which layers each of `strategy.pp` stages holds.
-
-    Context parallelism needs no callback: Accelerate and the Trainer read it from the launch configuration.
-    """
+    """Return what runs the axes of a strategy; `stages` says which layers each of `strategy.pp` stages holds."""
     callbacks: list[ParallelCallback] = []
     if strategy.sp > 1:
         from . import SequenceParallelCallback
@@ -114,6 +124,7 @@ def parallelism_of(strategy: Strategy, *, stages: Sequence[PipelineStage] = ()) 
         callbacks=tuple(callbacks),
         pipeline_stages=tuple(stages) or strategy.pp,
         tensor_parallel_size=strategy.tp if strategy.pp > 1 else 1,
+        context_parallel_size=strategy.cp,
     )
 
 

@@ -15,12 +15,12 @@ from typing import Any
 from ..candidate import Candidate
 from ..errors import Fault
 from ..hardware import HardwareSpec
-from ..job import TrainingJob
+from ..job import StrategyName, TrainingJob
 from ..model import ModelSpec
 from ..parallel_rules import AXIS_RULES
 from ..strategy import Strategy
 
-ENGINES_OF_AXIS: Mapping[str, tuple[str, ...]] = {
+ENGINES_OF_AXIS: Mapping[str, tuple[StrategyName, ...]] = {
     "tp": ("zero1", "zero2"),
     "pp": ("zero1",),
     "sp": ("zero1", "zero2", "zero3"),
@@ -33,7 +33,7 @@ _OFFLOADING_AXES = ("sp", "ep")
 """Axes that are tried together with offload unasked: long sequences and many experts need it."""
 
 
-def names_for_axes(job: TrainingJob, axes: Mapping[str, int]) -> tuple[str, ...]:
+def names_for_axes(job: TrainingJob, axes: Mapping[str, int]) -> tuple[StrategyName, ...]:
     """Return the engines to try for these axes.
 
     That is the one asked for, where the axes were asked for too or run on it, else all that the axes run on.
@@ -41,7 +41,7 @@ def names_for_axes(job: TrainingJob, axes: Mapping[str, int]) -> tuple[str, ...]
     if job.strategy != "auto":
         asked = fixes_axes(job) or all(job.strategy in ENGINES_OF_AXIS[axis] for axis in axes)
         return (job.strategy,) if asked else ()
-    names = ("zero1", "zero2", "zero3", "fsdp2")
+    names: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3", "fsdp2")
     common = tuple(name for name in names if all(name in ENGINES_OF_AXIS[axis] for axis in axes))
     return common or ENGINES_OF_AXIS[next(iter(axes))][:1]
 

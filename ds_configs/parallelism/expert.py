@@ -94,7 +94,7 @@ def _axis_faults(ep: int, *, tp: int, pp: int, sp: int, cp: int) -> list[Fault]:
     reasons = {
         "tp": (tp, "AutoTP refuses the plans of mixtures of experts"),
         "pp": (pp, "AutoEP looks for the layers of a whole model, and a pipeline stage names them otherwise"),
-        "sp": (sp, "AutoEP refuses it in ZeRO-3, and below that its gradients are averaged over other ranks"),
+        "sp": (sp, "AutoEP refuses it in ZeRO-3, and in other stages it has not been proven equal"),
         "cp": (cp, "it runs on FSDP2 and AutoEP on DeepSpeed"),
     }
     return [

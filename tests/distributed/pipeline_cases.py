@@ -143,9 +143,11 @@ TWO_RANKS = [
     Case(family="llama-4", accumulation=4, ragged=True, dual_pipe=True),
     Case(family="llama-4", accumulation=5, ragged=True, dual_pipe=True, epochs=True, zero_stage=0, optimizer="sgd"),
 ]
+# Attention does not depend on the bias of its keys: Adam makes whole steps of the rounding errors in that gradient, so
+# that GPT-2's weights are compared after plain SGD alone.
 FOUR_RANKS = [
     Case(replicas=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
-    Case(family="gpt2", replicas=2, ragged=True),
+    Case(family="gpt2", replicas=2, ragged=True, optimizer="sgd"),
     Case(family="llama-tied", tensor_ranks=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
 ]
 RESUMED = Case(family="llama-tied", accumulation=3, ragged=True, optimizer="adamw_torch")

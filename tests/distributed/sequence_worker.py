@@ -30,11 +30,13 @@ def train(case: Case, output: Path) -> None:
     forget_last_run()
 
 
-def stock(case: Case, output: Path) -> str:
-    """Return how the Trainer's own sequence parallelism fails on these ranks; empty when it does not."""
+def stock(case: Case, output: Path) -> dict[str, str]:
+    """Return how the Trainer's own sequence parallelism fails on these ranks, and what it leaves behind."""
     import torch
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from shardwright.trainers.sequence_parallel.sequence_parallel_callback import parallelism_config
     from transformers import Trainer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def collate(rows: Any) -> dict[str, Any]:
         batch = padded([{name: (values * 12)[:12] for name, values in row.items()} for row in rows])
@@ -43,21 +45,27 @@ def stock(case: Case, output: Path) -> str:
 
     built = arguments(case, output, configure_cpu_ranks("deepspeed"))
     built.parallelism_config = parallelism_config(2, built.world_size, attention="sdpa")
+    found = {"failure": "", "second run": ""}
     try:
         Trainer(model=model(case), args=built, train_dataset=samples(36, 3), data_collator=collate).train()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        forget_last_run()
-    return ""
+        found["failure"] = f"{type(error).__name__}: {error}"
+    found["attention"] = ALL_ATTENTION_FUNCTIONS["sdpa"].__module__
+    try:
+        parallel_state_sp.initialize_sequence_parallel(2)
+    except AssertionError as error:
+        found["second run"] = str(error)
+    forget_last_run()
+    found["attention afterwards"] = ALL_ATTENTION_FUNCTIONS["sdpa"].__module__
+    return found
 
 
 def main(output: Path) -> None:
     two = int(os.environ["WORLD_SIZE"]) == 2
     for case in TWO_RANKS if two else FOUR_RANKS:
         train(case, output)
-    failure = stock(Case(name="stock", ranks=2 if two else 4, micro_step_samples=2), output)
-    (output / f"stock-{os.environ['RANK']}.txt").write_text(failure)
+    found = stock(Case(name="stock", ranks=2 if two else 4, micro_step_samples=2), output)
+    (output / f"stock-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ NAMES = (
     "sp2-zero2-llama-bf16-x1-full",
     "tp2-zero1-llama-fp32-x1-full",
     "ep2-zero2-mixtral-bf16-x1-full",
-    "pp2-zero1-llama-fp32-x3-ckpt",
+    "pp2-zero1-llama-bf16-x1-full",
 )
 
 

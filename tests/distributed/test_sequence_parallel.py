@@ -36,8 +36,8 @@ def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
     return launched(4, tmp_path_factory.mktemp("sequence-4"))
 
 
-def stock_failures(output: Path) -> list[str]:
-    return [path.read_text() for path in sorted(output.glob("stock-*.txt"))]
+def of_stock(output: Path, name: str) -> list[str]:
+    return [json.loads(path.read_text())[name] for path in sorted(output.glob("stock-*.json"))]
 
 
 def values(logs: list[dict[str, Any]], name: str) -> list[float]:
@@ -76,9 +76,17 @@ def test_four_ranks_equal_one(case: Case, four_ranks: Path, tmp_path: Path) -> N
 
 def test_stock_loss_fails_for_several_samples(two_ranks: Path) -> None:
     """Fails when transformers (5.17.0) or deepspeed (0.19.8) repair it."""
-    assert any("view size is not compatible" in text for text in stock_failures(two_ranks))
+    assert any("view size is not compatible" in text for text in of_stock(two_ranks, "failure"))
 
 
 def test_stock_loss_fails_beside_data_parallelism(four_ranks: Path) -> None:
     """Fails when torch (2.13.0) repairs the backward pass of its differentiable gather on gloo."""
-    assert any("not part of group" in text for text in stock_failures(four_ranks))
+    assert any("not part of group" in text for text in of_stock(four_ranks, "failure"))
+
+
+def test_stock_attention_and_groups_stay_for_the_process(two_ranks: Path) -> None:
+    """Fails when deepspeed (0.19.8) leaves other models and a second run alone."""
+    stock, own = "deepspeed.runtime.sequence_parallel.ulysses_sp", "transformers.integrations.sdpa_attention"
+    assert of_stock(two_ranks, "attention") == [stock, stock]
+    assert all("already initialized" in text for text in of_stock(two_ranks, "second run"))
+    assert of_stock(two_ranks, "attention afterwards") == [own, own]

@@ -117,17 +117,19 @@ LAYOUTS: dict[str, Strategy] = {
 """Every layout by name; those with expert parallelism train a mixture of experts, the others a dense model. ZeRO adds
 the gradients of a shared sequence in its first stages and averages them in the third: there is a case of each."""
 
-TWO_AXES: dict[str, Strategy] = {
+FURTHER: dict[str, Strategy] = {
     "tp2-dp2-zero1": _deepspeed(1, 2, tp=2),
     "tp2-pp2-zero1": _deepspeed(1, 1, tp=2, pp=2),
     "ep2-dp2-zero2": _deepspeed(2, 4, ep=2),
+    "cp2-fsdp2": Strategy(engine="fsdp2", cp=2),
 }
-"""Layouts that combine axes which stand alone above; each is run with every optimizer and every accumulation once."""
+"""Layouts that combine axes which stand alone above, and context parallelism; each is run with every optimizer and
+every accumulation once."""
 
 
 def case_of(layout: str, optimizer: str, accumulation: int) -> Case:
     """Return a layout's run; however many ranks see different samples, a micro-step has the same ones."""
-    strategy = (LAYOUTS | TWO_AXES)[layout]
+    strategy = (LAYOUTS | FURTHER)[layout]
     sized = replace(
         strategy,
         micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size,
@@ -155,7 +157,7 @@ CASES = [
 ]
 CASES += [
     case_of(layout, optimizer, accumulation)
-    for layout in TWO_AXES
+    for layout in FURTHER
     for optimizer, accumulation in zip(OPTIMIZERS, ACCUMULATIONS, strict=True)
 ]
 

@@ -119,17 +119,19 @@ class ExpertParallelCallback(TrainerCallback):
             if self._watch is None:
                 return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords)
             mask = inputs.get("attention_mask")
-            mask_T = None if mask is None else mask.reshape(-1).float()
+            mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
             config = trainer.model.config
+            # Families without a balance loss of their own accept the flag and do nothing.
+            strength = getattr(trainer.model, "router_aux_loss_coef", None)
             balances = bool(getattr(config, "output_router_logits", False))
             with self._watch.recording() as records, _without_balance_loss(config):
                 loss, outputs = compute(model, inputs, True, num_items_in_batch=num_items_in_batch, **keywords)
             if self._log_routing and model.training:
                 self._watch.add(records, mask_T)
-            if balances:
+            if balances and strength is not None:
                 factor = self._balance_factor(num_items_in_batch, training=model.training)
                 share = balance_loss_share(records, mask_T, _sum_over_ranks)
-                loss = loss + config.router_aux_loss_coef * factor * share
+                loss = loss + strength * factor * share
             return (loss, outputs) if return_outputs else loss
 
         trainer.compute_loss = compute_loss

@@ -148,6 +148,9 @@ def _check_trainer(trainer: Any, size: int) -> None:
     if given is None or given.sp_size != size:
         rule = "callback.prepare(training_arguments, model) was not called before the Trainer was made"
         raise UsageError(Fault(where="SequenceParallelCallback", rule=rule, fix="call it with the Trainer's arguments"))
+    if isinstance(trainer, SequenceParallelMethods):
+        rule = "callback.attach(trainer) was called already"
+        raise UsageError(Fault(where="SequenceParallelCallback", rule=rule, fix="call it once"))
     if isinstance(trainer, DistillationTrainer):
         rule = "shares sequences by itself, with TrainingArguments.parallelism_config"
         raise UsageError(Fault(where="trainer", value=type(trainer).__name__, rule=rule, fix="leave the callback out"))

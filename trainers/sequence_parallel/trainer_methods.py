@@ -115,8 +115,8 @@ class SequenceParallelMethods:
 
         run = self.sequence_parallel
         weight = labelled if run.loss_reduction == "mean" else (labelled > 0)
-        total = loss * weight.to(loss.dtype)
-        tokens = tokens.to(loss.device).clamp(min=1).to(loss.dtype)
+        total = loss.float() * weight
+        tokens = tokens.to(loss.device).clamp(min=1)
         if not self.model.training:  # type: ignore[attr-defined]
             total = total.detach().clone()
             dist.all_reduce(total, group=run.shared.group)
