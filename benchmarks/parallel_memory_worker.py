@@ -74,7 +74,7 @@ def _trainer(case: Case, plan: PlanData, arguments: TrainingArguments, model: An
         from shardwright.trainers.pipeline.trainer import PipelineTrainer
 
         strategy = plan.chosen.strategy
-        stages = pipeline_stages(plan.model, plan.job, strategy.pp)
+        stages = pipeline_stages(plan.model, plan.job, strategy.pp, tensor_parallel_size=strategy.tp)
         trainer: Trainer = PipelineTrainer(
             model=model, args=arguments, pipeline_stages=stages, tensor_parallel_size=strategy.tp, **inputs
         )

@@ -78,7 +78,8 @@ def _over_ranks(parameter: Any, group: Any, *, keep: bool) -> Tensor:
         own = parameter.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).cpu() if keep else own.new_empty(0, 0, device="cpu")
+    # On the host at once: the device already holds the parts.
+    return torch.cat([part.cpu() for part in parts]) if keep else own.new_empty(0, 0, device="cpu")
 
 
 def _original_name(layer: Any, name: str) -> str:

@@ -29,8 +29,12 @@ class CheckpointTensors:
             UsageError: There are no safetensors.
             RefusedInputError: The index or the file is corrupt, or names files elsewhere.
         """
+        from transformers.utils.hub import extract_commit_hash
+
         self._source, self._revision = source, revision
-        if (index := self._file(INDEX)) is not None:
+        self._paths: dict[str, str] = {}
+        index, single = self._file(INDEX), None
+        if index is not None:
             self._files = _files_by_name(Path(index))
         elif (single := self._file(SINGLE)) is not None:
             with _opened(single) as file:
@@ -38,8 +42,12 @@ class CheckpointTensors:
         else:
             rule, fix = f"holds neither {SINGLE} nor {INDEX}", "name a checkpoint with safetensors"
             raise UsageError(Fault(where="model", value=source, rule=rule, fix=fix))
+        # A branch may move on while files are still read: all are taken from the commit of the first.
+        self._revision = extract_commit_hash(index or single, None) or revision
 
     def _file(self, name: str) -> str | None:
+        if name in self._paths:
+            return self._paths[name]
         from transformers.utils import cached_file
 
         found: str | None = cached_file(
@@ -49,6 +57,8 @@ class CheckpointTensors:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_gated_repo=True,
         )
+        if found is not None:
+            self._paths[name] = found
         return found
 
     def read(self, name: str, *, shape: Sequence[int]) -> Tensor:

@@ -1,15 +1,19 @@
 """A pipeline's weights as a normal Hugging Face checkpoint, written by all stages together, and read back by each.
 
 Every stage's first data-parallel rank writes its own tensors beside the checkpoint, the first rank names them all,
-writes the index and moves everything into its place; nothing is gathered on one rank. The directory must be one that
+writes the index and moves everything into its place; no rank gathers another stage's. The directory must be one that
 all of these ranks see.
+
+While files are moved the directory has no index: it cannot be loaded until all of them lie there, and an interrupted
+save is never taken for a whole checkpoint of old and new weights.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +37,15 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor]:
     Args:
         module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
     """
-    module = getattr(module, "module", module)
-    found: dict[str, Tensor] = {}
+    return dict(_whole_tensors(getattr(module, "module", module)))
+
+
+def _whole_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     for stage in module.stages:
         for path, tensor in stage.state_dict().items():
             if path != stage.tied_name:
                 module_path, _, name = path.rpartition(".")
-                found[path] = whole_tensor(stage.get_submodule(module_path), name, tensor.detach())
-    return found
+                yield path, whole_tensor(stage.get_submodule(module_path), name, tensor.detach())
 
 
 def load_pipeline_checkpoint(module: Any, directory: str | Path) -> None:
@@ -77,7 +82,7 @@ def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any 
         config: Config to write; `None` for the model's own.
 
     Raises:
-        ShardwrightError: A rank could not write; nothing was replaced.
+        ShardwrightError: A rank could not write; unless files were already being moved, nothing was replaced.
     """
     from torch import distributed
 
@@ -126,30 +131,37 @@ def _make_empty(directory: Path) -> None:
 def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
     from safetensors.torch import save_file
 
-    tensors = pipeline_state_dict(module)
     if module.tensor_parallel_rank:
+        # Takes part in gathering each tensor and keeps none.
+        for _ in _whole_tensors(module):
+            pass
         return
-    for number, names in enumerate(_files(tensors)):
-        part = {name: tensors[name].cpu().contiguous() for name in names}
-        save_file(part, directory / f"{prefix}-{number:05d}.safetensors", metadata={"format": "pt"})
+    failure = None
+    for number, part in enumerate(_files((name, tensor.cpu()) for name, tensor in _whole_tensors(module))):
+        try:
+            if failure is None:
+                save_file(part, directory / f"{prefix}-{number:05d}.safetensors", metadata={"format": "pt"})
+        except Exception as error:
+            # The group goes on gathering with this rank.
+            failure = error
+    if failure is not None:
+        raise failure
 
 
-def _files(tensors: dict[str, Tensor]) -> Iterable[list[str]]:
-    """Divide tensors, in their order, into files of at most `LARGEST_FILE_BYTES`."""
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > LARGEST_FILE_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    if names:
-        yield names
+def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Divide tensors, in their order, into files of at most `LARGEST_FILE_BYTES`; one file is held at a time."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if part and sum(each.nbytes for each in part.values()) + tensor.nbytes > LARGEST_FILE_BYTES:
+            yield part
+            part = {}
+        part[name] = tensor.contiguous()
+    if part:
+        yield part
 
 
 def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
-    """Give the files their names, write index and config, and move all into their place."""
+    """Give the files their names, write index and config, and move all into their place, the index last."""
     _name_files(unfinished)
     parts = module.source
     written = deepcopy(parts.config if config is None else config)
@@ -159,12 +171,30 @@ def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
     if parts.generation_config is not None:
         parts.generation_config.save_pretrained(unfinished)
     output.mkdir(parents=True, exist_ok=True)
-    new = {path.name for path in unfinished.iterdir()}
-    for stale in (*output.glob("model*.safetensors"), output / INDEX):
-        if stale.name not in new:
-            stale.unlink(missing_ok=True)
-    for path in unfinished.iterdir():
+    # The one file by which the weights are found goes first and comes last.
+    found_by = INDEX if (unfinished / INDEX).exists() else SINGLE
+    new = sorted((path for path in unfinished.iterdir()), key=lambda path: path.name == found_by)
+    for path in new:
+        _flush(path)
+    for name in (INDEX, SINGLE):
+        (output / name).unlink(missing_ok=True)
+    _flush(output)
+    for stale in output.glob("model*.safetensors"):
+        stale.unlink()
+    for path in new:
+        if path.name == found_by:
+            _flush(output)
         path.replace(output / path.name)
+    _flush(output)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _name_files(directory: Path) -> None:

@@ -8,10 +8,11 @@ Seen with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
 - ``_exec_send_activations`` tells the next stage the shape of what follows for the first micro-batch only, unless
   ``dynamic_shape`` is on, which tells it for every micro-batch and waits for the device each time.
 - ``_exec_backward_pass`` of the last stage returns before it lets go of the outputs, so that the logits of one
-  micro-batch live until the next one's are there.
+  micro-batch live until the next one's are there; an evaluation never lets go of its last ones.
 - ``DualPipeVEngine.eval_batch`` looks for phase-1 buffers where training keeps them, so that an evaluation of another
   number of micro-batches than ``gradient_accumulation_steps`` reads an empty one.
-- Accelerate hands each rank other samples; all stages of one pipeline need the same.
+- Accelerate hands each rank other samples, and the Trainer seeds the workers of each rank's loader differently; all
+  stages of one pipeline need the same.
 - ``HfTrainerDeepSpeedConfig`` computes ``train_batch_size`` as if every rank read samples of its own.
 """
 
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 _BATCH_KEY = "train_batch_size"
+_REMEMBERED = "_written_global_batch"
 
 
 def read_own_replica(accelerator: Any, *, replicas: int, replica: int) -> None:
@@ -40,6 +43,7 @@ def read_own_replica(accelerator: Any, *, replicas: int, replica: int) -> None:
     def prepare(data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
+        data_loader.worker_init_fn = _seeded_by_replica(data_loader.worker_init_fn, replica)
         prepared = prepare_data_loader(
             data_loader,
             accelerator.device,
@@ -60,7 +64,33 @@ def read_own_replica(accelerator: Any, *, replicas: int, replica: int) -> None:
     accelerator.prepare_data_loader = prepare
 
 
-def set_global_batch(hf_deepspeed_config: Any, *, replicas: int, world_size: int) -> int | None:
+def _seeded_by_replica(worker_init_fn: Any, replica: int) -> Any:
+    """Return the Trainer's seeding of workers (transformers 5.17.0, `seed_worker`) with the replica as its rank."""
+    if "rank" not in getattr(worker_init_fn, "keywords", {}):
+        return worker_init_fn
+    keywords = {**worker_init_fn.keywords, "rank": replica}
+    return partial(worker_init_fn.func, *worker_init_fn.args, **keywords)
+
+
+def written_global_batch(given: Any, hf_deepspeed_config: Any) -> Any:
+    """Return the `train_batch_size` that a user wrote, which is `auto` or missing where it is to be computed.
+
+    Args:
+        given: What `TrainingArguments(deepspeed=...)` got; `None` with a configuration from `accelerate launch`.
+        hf_deepspeed_config: The configuration in use, which the Trainer may have completed; what it held when it was
+            first asked for is remembered on it, so that a second trainer takes no value of the first for the user's.
+    """
+    if not hasattr(hf_deepspeed_config, _REMEMBERED):
+        config = hf_deepspeed_config.config
+        if given is not None:
+            from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+            config = getattr(given, "config", None) or HfDeepSpeedConfig(given).config
+        setattr(hf_deepspeed_config, _REMEMBERED, config.get(_BATCH_KEY))
+    return getattr(hf_deepspeed_config, _REMEMBERED)
+
+
+def set_global_batch(hf_deepspeed_config: Any, *, written: Any, replicas: int) -> int | None:
     """Put the samples of one optimizer step into a DeepSpeed configuration; return a written value that contradicts.
 
     Sizes that are still `auto` are left so: the Trainer fills in those of a configuration that `accelerate launch`
@@ -68,22 +98,23 @@ def set_global_batch(hf_deepspeed_config: Any, *, replicas: int, world_size: int
 
     Args:
         hf_deepspeed_config: `HfTrainerDeepSpeedConfig`, or before the Trainer exists Accelerate's own.
+        written: `written_global_batch(...)` of this configuration.
         replicas: Copies of the pipeline.
-        world_size: All ranks.
     """
+    # Transformers may have replaced the configuration that was asked.
+    setattr(hf_deepspeed_config, _REMEMBERED, written)
     config = hf_deepspeed_config.config
     sizes = [config.get(key, "auto") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     if "auto" in sizes:
         return None
-    per_replica = sizes[0] * sizes[1]
+    samples = sizes[0] * sizes[1] * replicas
     if hasattr(hf_deepspeed_config, "mismatches"):
         hf_deepspeed_config.mismatches = [
             line for line in hf_deepspeed_config.mismatches if f"ds {_BATCH_KEY}=" not in line
         ]
-    written: int | None = config.get(_BATCH_KEY)
-    if written not in (None, "auto", per_replica * replicas, per_replica * world_size):
-        return written
-    config[_BATCH_KEY] = per_replica * replicas
+    if written not in (None, "auto", samples):
+        return int(written)
+    config[_BATCH_KEY] = samples
     return None
 
 
@@ -132,14 +163,17 @@ def gradient_norm(parameters: Iterable[torch.Tensor], group: Any, device: Any) -
 
 
 def free_logits_early(engine: Any) -> None:
-    """Make the last stage of a 1F1B engine keep a micro-batch's loss alone, whose graph holds what backward needs."""
+    """Make the last stage of a 1F1B engine keep a micro-batch's loss alone, whose graph holds what backward needs.
+
+    An evaluation that is asked for logits keeps them elsewhere, in `engine.outputs`.
+    """
     from deepspeed.runtime.pipe import schedule
 
     forward, backward = (engine._INSTRUCTION_MAP[kind] for kind in (schedule.ForwardPass, schedule.BackwardPass))
 
     def forward_pass(self: Any, buffer_id: int) -> None:
         forward(self, buffer_id)
-        if self.is_last_stage() and self.module.training:
+        if self.is_last_stage():
             self.pipe_buffers["outputs"][buffer_id] = None
 
     def backward_pass(self: Any, buffer_id: int) -> None:
@@ -225,7 +259,9 @@ def evaluation_engine(module: Any, config: dict[str, Any]) -> Any:
 
     left_out = ("optimizer", "scheduler", "zero_optimization")
     kept = {key: value for key, value in config.items() if key not in left_out}
-    return deepspeed.initialize(model=module, config=kept)[0]
+    engine = deepspeed.initialize(model=module, config=kept)[0]
+    free_logits_early(engine)
+    return engine
 
 
 def count_idle_seconds(engine: Any, clock: Callable[[], float]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelD
 
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.parallelism.pipeline import stage_faults, tensor_faults
-from ..ds_configs.parallelism.stages import PipelineStage
+from ..ds_configs.parallelism.stages import PipelineStage, partition_faults
 from ..ds_configs.parallelism.tensor import tensor_parallel_faults
 from .pipeline_loading import StageParts
 from .pipeline_stage import CausalLMStage, causal_lm_loss
@@ -116,13 +116,14 @@ def build_pipeline_module(
     *,
     activation_checkpointing: bool = False,
     dual_pipe: bool = False,
-    dynamic_shape: bool = True,
     tensor_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
 ) -> CausalLMPipeline | CausalLMDualPipe:
     """Return the module that `deepspeed.initialize` trains; every rank calls it, with the process group ready.
+
+    The micro-batches of a step must have one shape.
 
     Ranks are laid out as DeepSpeed does, `rank = (stage * replicas + replica) * tensor_parallel_size + tensor_rank`, so
     that neighbours share the layers of a stage and the most distant ranks only pass activations on.
@@ -133,7 +134,6 @@ def build_pipeline_module(
         stages: p contiguous parts that cover the model, 2p for DualPipeV.
         activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
         dual_pipe: Whether DualPipeV runs it.
-        dynamic_shape: Whether micro-batches may differ in shape; each then sends its shape ahead. Not with DualPipeV.
         tensor_parallel_size: Ranks that hold the layers of a stage together. The DeepSpeed configuration then needs
             `pipeline_tensor_parallel.ENGINE_SECTION`; a live model's matrices are cut in place.
         dtype: Weights of a checkpoint are cast to it; `None` keeps the dtype of its config.
@@ -149,7 +149,7 @@ def build_pipeline_module(
         else StageParts(model, dtype=dtype, attn_implementation=attn_implementation, revision=revision)
     )
     pipeline_ranks = len(stages) // 2 if dual_pipe else len(stages)
-    faults = _stages_faults(parts.config.num_hidden_layers, stages, dual_pipe=dual_pipe, dynamic_shape=dynamic_shape)
+    faults = partition_faults(stages, parts.config.num_hidden_layers, dual_pipe=dual_pipe)
     faults += stage_faults(
         stages=max(1, pipeline_ranks),
         num_layers=parts.config.num_hidden_layers,
@@ -171,7 +171,6 @@ def build_pipeline_module(
             topology=_topology(pipeline_ranks, tensor_parallel_size),
             loss_fn=causal_lm_loss,
             partition_method="uniform",
-            dynamic_shape=dynamic_shape,
         )
     parts.release()
     return module
@@ -198,26 +197,3 @@ def _tensor_faults(config: Any, size: int, *, dual_pipe: bool) -> list[Fault]:
         vocab_size=config.vocab_size,
         model_type=config.model_type,
     )
-
-
-def _stages_faults(
-    num_layers: int, stages: tuple[PipelineStage, ...], *, dual_pipe: bool, dynamic_shape: bool
-) -> list[Fault]:
-    faults = []
-    where, shown = "pipeline_stages", [(stage.first_layer, stage.end_layer) for stage in stages]
-    starts = [0, *(stage.end_layer for stage in stages)]
-    covers = [stage.first_layer for stage in stages] == starts[:-1] and starts[-1] == num_layers
-    ends = [(stage.has_embedding, stage.has_head) for stage in stages]
-    expected = [(index == 0, index == len(stages) - 1) for index in range(len(stages))]
-    if not covers or ends != expected:
-        rule = f"must cover layers 0 to {num_layers} in order, embedding first and head last"
-        faults.append(Fault(where=where, value=shown, rule=rule, fix="use balanced_stages"))
-    elif any(stage.num_layers < 1 for stage in stages):
-        faults.append(Fault(where=where, value=shown, rule="every stage holds at least one layer"))
-    if dual_pipe and len(stages) % 2:
-        rule = "DualPipeV needs two stages for each rank"
-        faults.append(Fault(where=where, value=len(stages), rule=rule, fix=f"use {len(stages) + 1}"))
-    if dual_pipe and dynamic_shape:
-        rule = "DualPipeV exchanges shapes once (deepspeed/runtime/pipe/dualpipev.py)"
-        faults.append(Fault(where="dynamic_shape", value=True, rule=rule, fix="pad all micro-batches to one length"))
-    return faults

@@ -35,7 +35,6 @@ def meter_trainer(trainer: Any, meter: Meter, *, warm_up_steps: int = WARM_UP_ST
         return compute_loss(*args, **kwargs)
 
     trainer.compute_loss = metered_loss
-    _mark_loss(trainer.model, meter)
     _hook_gradients(trainer.model, meter)
     trainer.add_callback(_PhaseCallback(trainer, meter, warm_up_steps))
 
@@ -50,6 +49,8 @@ class _PhaseCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._wrapped:
             self._wrapped = True
+            # Tensor parallelism replaces the output head when the engine is made.
+            _mark_loss(self._trainer.model, self._meter)
             self._wrap_step()
         self._label()
 

@@ -130,6 +130,8 @@ def parallelism_of(strategy: Strategy, *, stages: Sequence[PipelineStage] = ()) 
 
 def planned_parallelism(plan: Plan) -> PlannedParallelism:
     """Return what runs a plan's axes, its pipeline balanced by the plan's own cost terms."""
-    stages = plan.chosen.strategy.pp
-    balanced = pipeline_stages(plan.model, plan.job, stages) if stages > 1 else ()
-    return parallelism_of(plan.chosen.strategy, stages=balanced)
+    strategy = plan.chosen.strategy
+    stages: tuple[PipelineStage, ...] = ()
+    if strategy.pp > 1:
+        stages = pipeline_stages(plan.model, plan.job, strategy.pp, tensor_parallel_size=strategy.tp)
+    return parallelism_of(strategy, stages=stages)

@@ -90,7 +90,10 @@ def stage_faults(
     parts_per_rank = 2 if dual_pipe else 1
     faults = []
     largest = num_layers // parts_per_rank
-    if not 1 <= stages <= largest:
+    if stages < 1:
+        faults.append(Fault(where="pp", value=stages, rule="must be at least 1", fix="nearest legal value: 1"))
+        return faults
+    if stages > largest:
         held = f"2 * pp = {2 * stages} parts" if dual_pipe else f"pp = {stages} stages"
         rule = f"{held} of at least one decoder layer each need as many layers, and the model has {num_layers}"
         faults.append(Fault(where="pp", value=stages, rule=rule, fix=f"nearest legal value: {max(1, largest)}"))

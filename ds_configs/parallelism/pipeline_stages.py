@@ -11,6 +11,7 @@ from ..errors import Fault, UsageError
 from ..job import OPTIMIZERS, TrainingJob
 from ..model import ModelSpec
 from .stages import PipelineStage
+from .tensor_share import tensor_parallel_share
 
 _StageCost = Callable[[int, int, int], float]
 """What a stage costs: its index, its first layer, one beyond its last."""
@@ -19,14 +20,17 @@ _BISECTIONS = 60
 
 
 @lru_cache(maxsize=256)
-def pipeline_stages(model: ModelSpec, job: TrainingJob, pp: int) -> tuple[PipelineStage, ...]:
-    """Return the contiguous stages of a pipeline.
+def pipeline_stages(
+    model: ModelSpec, job: TrainingJob, pp: int, *, tensor_parallel_size: int = 1
+) -> tuple[PipelineStage, ...]:
+    """Return the contiguous stages of a pipeline of a whole model; what prices a plan and what runs it both ask here.
 
     The time of a stage is that of its forward matrix products, `forward_flops_per_token`, to which the last stage adds
     the output head; every stage waits for the slowest, which comes first. Stages of one slowest time differ in memory:
     weights, gradients and optimizer states of what they hold (the first the embedding, the last the head, a tied one
     on both), and the activations of `pp - stage` micro-batches, which 1F1B keeps in flight (arXiv 2104.04473, 2.2);
-    without stored coefficients activations are left out.
+    without stored coefficients activations are left out. With tensor parallelism a stage costs what one of its ranks
+    holds: its layers are divided, and embedding and head are not.
 
     Raises:
         UsageError: there are fewer layers than stages.
@@ -35,6 +39,8 @@ def pipeline_stages(model: ModelSpec, job: TrainingJob, pp: int) -> tuple[Pipeli
     if not 1 <= pp <= layers:
         rule = f"cannot exceed the {layers} layers"
         raise UsageError(Fault(where="pp", value=pp, rule=rule, fix=f"nearest legal value: {max(1, layers)}"))
+    if tensor_parallel_size > 1:
+        model = tensor_parallel_share(model, tensor_parallel_size, divides_head=False)
     time, memory = _time_cost(model, job, pp), _memory_cost(model, job, pp)
     fastest = _smallest_largest([time], layers, pp)
     leanest = _smallest_largest([memory, time], layers, pp, others=[fastest])

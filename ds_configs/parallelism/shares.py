@@ -5,19 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..dimensions import Dimensions
 from ..job import TrainingJob
 from ..model import ModelSpec, ParameterShape
 from ..strategy import Strategy
 from .pipeline_stages import pipeline_stages
 from .stages import PipelineStage
-
-ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
-"""Modules that AutoTP divides along their input; their biases stay whole (deepspeed/module_inject/auto_tp.py)."""
-
-CONV1D_FAMILIES = ("gpt2",)
-"""Model types whose matrices are stored as (in, out)."""
-
+from .tensor_share import tensor_parallel_share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
@@ -57,6 +50,7 @@ def rank_shares(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> tuple
 def _rank_shares(
     model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int, micro_batches: int
 ) -> tuple[RankShare, ...]:
+    whole = model
     if tp > 1:
         model = tensor_parallel_share(model, tp, divides_head=pp == 1)
     if ep > 1:
@@ -64,7 +58,7 @@ def _rank_shares(
     if pp == 1:
         return (RankShare(model=model),)
     shares, most_in_the_middle = [], 0
-    for stage in pipeline_stages(model, job, pp):
+    for stage in pipeline_stages(whole, job, pp, tensor_parallel_size=tp):
         if not stage.has_embedding and not stage.has_head:
             if stage.num_layers <= most_in_the_middle:
                 continue
@@ -88,50 +82,6 @@ def micro_batches_in_flight(stages: int, stage: int, micro_batches: int) -> int:
     [3, 3, 2, 1]
     """
     return min(micro_batches, stages - stage)
-
-
-def tensor_parallel_share(model: ModelSpec, tp: int, *, divides_head: bool = True) -> ModelSpec:
-    """Return what the fullest of `tp` ranks holds, as AutoTP divides a model (deepspeed 0.19.8, `auto_tp.py`).
-
-    Matrices of attention and MLP are divided, by whole key/value heads with their query heads and by columns. An output
-    head of its own holds `1 / tp` of the vocabulary and gathers the logits; norms, the embedding and a head tied to it
-    are whole. In a pipeline every output head is whole (`divides_head` false).
-    """
-    sizes = model.dimensions
-    key_value_heads = -(-sizes.num_key_value_heads // tp)
-    local = replace(
-        sizes,
-        num_key_value_heads=key_value_heads,
-        num_attention_heads=key_value_heads * (sizes.num_attention_heads // max(1, sizes.num_key_value_heads)),
-        intermediate_size=-(-sizes.intermediate_size // tp),
-    )
-    flipped = model.model_type in CONV1D_FAMILIES
-    parameters = tuple(
-        parameter if parameter.group == "head" and not divides_head else _divided(parameter, sizes, local, tp, flipped)
-        for parameter in model.parameters
-    )
-    return replace(model, dimensions=local, parameters=parameters)
-
-
-def _divided(parameter: ParameterShape, sizes: Dimensions, local: Dimensions, tp: int, flipped: bool) -> ParameterShape:
-    if parameter.group == "head":
-        return replace(parameter, shape=(-(-parameter.shape[0] // tp), *parameter.shape[1:]))
-    if parameter.group not in ("attention", "mlp") or parameter.kind not in ("linear", "bias"):
-        return parameter
-    row = parameter.module.rpartition(".")[2] in ROW_PARALLEL
-    if len(parameter.shape) == 1:
-        return parameter if row else replace(parameter, shape=(_part(parameter.shape[0], parameter, sizes, local, tp),))
-    axis = int(row) ^ int(flipped)
-    shape = list(parameter.shape)
-    shape[axis] = _part(shape[axis], parameter, sizes, local, tp)
-    return replace(parameter, shape=tuple(shape))
-
-
-def _part(width: int, parameter: ParameterShape, sizes: Dimensions, local: Dimensions, tp: int) -> int:
-    """Return what the fullest rank holds of a width; whole heads stay together."""
-    if parameter.group == "attention" and sizes.num_key_value_heads:
-        return -(-width * local.num_key_value_heads // sizes.num_key_value_heads)
-    return -(-width // tp)
 
 
 def expert_parallel_share(model: ModelSpec, ep: int) -> ModelSpec:

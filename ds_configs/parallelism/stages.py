@@ -86,6 +86,30 @@ def balanced_stages(
     return tuple(found)
 
 
+def partition_faults(stages: Sequence[PipelineStage], num_layers: int, *, dual_pipe: bool = False) -> list[Fault]:
+    """Return the faults of stages that do not hold a model once, in order; DualPipeV needs two for each rank."""
+    faults, where = [], "pipeline_stages"
+    borders = [0, *(stage.end_layer for stage in stages)]
+    whole = borders[-1] == num_layers and all(
+        stage.index == index
+        and stage.first_layer == borders[index]
+        and stage.num_layers >= 1
+        and (stage.has_embedding, stage.has_head) == (index == 0, index == len(stages) - 1)
+        for index, stage in enumerate(stages)
+    )
+    if not whole:
+        shown = ", ".join(f"{stage.first_layer}-{stage.end_layer}" for stage in stages)
+        rule = (
+            f"must hold the {num_layers} decoder layers once and in order, at least one each, "
+            "embedding first and head last"
+        )
+        faults.append(Fault(where=where, value=shown, rule=rule, fix="give the number of stages"))
+    if dual_pipe and len(stages) % 2:
+        rule = f"DualPipeV holds two stages on each rank, and {len(stages)} is odd"
+        faults.append(Fault(where=where, rule=rule, fix=f"nearest legal value: {len(stages) + 1}"))
+    return faults
+
+
 def bubble_fraction(stages: int, micro_batches: int) -> float:
     """Return the idle share of a 1F1B step, `(p - 1) / (m + p - 1)` (Megatron-LM, arXiv 2104.04473, section 2.2).
 

@@ -1,4 +1,4 @@
-"""Plans with sequence, tensor, pipeline and expert parallelism for accelerators pass their rehearsal on CPU ranks."""
+"""Plans for accelerators with sequence, context, tensor, pipeline or expert parallelism pass on CPU ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ LLAMA, MIXTURE = "meta-llama--Llama-3.1-8B", "Qwen--Qwen3-30B-A3B"
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sequence": (LLAMA, 2, {"sequence_parallel_size": 2, "strategy": "zero3"}),
     "tensor": (LLAMA, 2, {"tensor_parallel_size": 2, "strategy": "zero1"}),
+    "context": (LLAMA, 2, {"context_parallel_size": 2}),
     "expert": (MIXTURE, 2, {"expert_parallel_size": 2, "strategy": "zero2", "offload": "none"}),
     "pipelines": (LLAMA, 4, {"pipeline_parallel_size": 2, "strategy": "zero1", "global_batch_size": 64}),
 }
 """Model, ranks and what is fixed; four ranks are two pipelines."""
-MEMORY_TOLERANCE = 0.25
-"""Largest difference of metered from predicted bytes of a phase, relative; small models round up more than large."""
+MEMORY_TOLERANCE = 0.15
+"""Largest relative difference of metered from predicted bytes. Seen: 0.11, backward phase of tensor parallelism."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rehearsal_passes(name: str, deepspeed_cpu_ops: None) -> None:
     model, ranks, fixed = CASES[name]
     made = plan(str(MODELS / model), "8xB200", TrainingJob(**fixed))
-    axes = {axis: getattr(made.chosen.strategy, axis) for axis in ("tp", "pp", "sp", "ep")}
+    axes = {axis: getattr(made.chosen.strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")}
     assert max(axes.values()) == 2, "the plan has the axis that was asked for"
     found = rehearse(made, ranks=ranks, steps=4)
     assert found.passed, "\n".join(f"{check.name}: {check.detail}" for check in found.checks if not check.passed)
