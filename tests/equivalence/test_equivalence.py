@@ -27,7 +27,8 @@ from equivalence.training import train_case
 from safetensors.torch import load_file
 from shardwright.plugins.launching import LaunchFailedError, torchrun
 
-pytestmark = pytest.mark.distributed
+# The launches that all cases share count to the test that needs them first.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
 
 RANKS = sorted({case.ranks for case in CASES})
 REFERENCES = list(dict.fromkeys(reference_of(case) for case in CASES))
@@ -96,7 +97,7 @@ def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> R
     worker = [str(Path(__file__).with_name("worker.py")), str(models), str(found.directory)]
     for ranks in RANKS:
         try:
-            torchrun(worker, ranks=ranks, timeout_seconds=800, environment=WORKER_ENVIRONMENT)
+            torchrun(worker, ranks=ranks, timeout_seconds=1100, environment=WORKER_ENVIRONMENT)
         except LaunchFailedError as error:
             found.launch_errors[ranks] = str(error)
     return found
