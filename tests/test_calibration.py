@@ -104,7 +104,15 @@ def test_runs_that_stayed_under_the_prediction_lower_the_peak_below_the_tensors(
 
 
 def test_measured_runs_decide_what_fits_and_what_is_suggested() -> None:
-    job = TrainingJob(strategy="zero1", gradient_checkpointing="off", offload="none", micro_batch_size=1)
+    job = TrainingJob(
+        strategy="zero1",
+        gradient_checkpointing="off",
+        offload="none",
+        micro_batch_size=1,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        sequence_parallel_size=1,
+    )
     hardware = parse_hardware("8xA100-80GB")
     chosen = make_plan(LLAMA_8B, hardware, job).chosen.memory.gpu
     tight = replace(hardware, gpu_bytes=chosen.high_bytes - 1)
