@@ -121,6 +121,8 @@ def expert_parallelism(candidate: Candidate) -> list[Fault]:
         quantized_gradients=strategy.zero.quantized_gradients,
         offload_optimizer=strategy.offload_optimizer,
         offload_param=strategy.offload_param,
+        method=candidate.job.method,
+        precision=candidate.job.precision,
     )
 
 

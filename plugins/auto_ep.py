@@ -79,6 +79,7 @@ def parallelism_faults(arguments: Any, model_config: Any, ep: int) -> list[Fault
         quantized_gradients=bool(zero.get("zero_quantized_gradients")),
         offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
+        precision="fp32" if arguments.mixed_precision == "no" else arguments.mixed_precision,
     )
 
 

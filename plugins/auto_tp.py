@@ -19,18 +19,24 @@ right as they come:
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.errors import Fault
+
+if TYPE_CHECKING:
+    import torch
 
 FUSED_MLP_UP = "gate_up_proj"
 """One matrix for gate and up projection, which are divided one by one (Phi-3)."""
 FUSED_MLP_DOWN = "down_proj"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = "rowwise_split_input"
+_PYTHON_WORDS = 625
+"""Words in the state of Python's Mersenne twister, with its position."""
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
@@ -145,23 +151,72 @@ def forget_tensor_parallel() -> None:
         setattr(groups, name, None)
 
 
-def align_random_state() -> None:
-    """Give every rank of a tensor-parallel group the generator states of its first rank, for dropout between layers."""
+def align_random_state(device: Any) -> None:
+    """Give every rank of a tensor-parallel group the generator states of its first rank.
+
+    Torch's own on CPU and `device` draw dropout between layers; Python's and numpy's draw what collators mask.
+    """
     import torch
     import torch.distributed as dist
     from deepspeed.utils import groups
 
     group, source = groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_src_rank()
-    device = torch.device("cpu")
-    if torch.accelerator.is_available():
-        device = torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, src=source, group=group)
-    torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state().to(device)
+
+    def shared(state: torch.Tensor) -> torch.Tensor:
+        state = state.to(device)
         dist.broadcast(state, src=source, group=group)
-        torch.cuda.set_rng_state(state.cpu())
+        return state.cpu()
+
+    torch.set_rng_state(shared(torch.get_rng_state()))
+    if device.type != "cpu":
+        generators = torch.get_device_module(device)
+        generators.set_rng_state(shared(generators.get_rng_state()))
+    set_host_generators(shared(host_generators()))
+
+
+def host_generators() -> torch.Tensor:
+    """Return the states of Python's and numpy's global generators as one fp64 tensor; their words have 32 bits."""
+    import numpy
+    import torch
+
+    version, words, gauss = random.getstate()
+    python = [version, gauss is not None, gauss or 0.0, *words]
+    state: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, cached = state
+    return torch.tensor([*python, position, has_gauss, cached, *keys.tolist()], dtype=torch.float64)
+
+
+def set_host_generators(states: torch.Tensor) -> None:
+    """Set Python's and numpy's global generators to states of `host_generators`."""
+    import numpy
+
+    values = states.tolist()
+    python, other = values[: 3 + _PYTHON_WORDS], values[3 + _PYTHON_WORDS :]
+    random.setstate((int(python[0]), tuple(map(int, python[3:])), python[2] if python[1] else None))
+    keys = numpy.array(other[3:], dtype=numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, int(other[0]), int(other[1]), other[2]))
+
+
+def seed_workers_by_group(trainer: Any, size: int) -> None:
+    """Let workers of a training data loader draw alike within a group of `size` ranks.
+
+    Transformers 5.17.0 (trainer.py, `_get_dataloader`) seeds workers of map-style data sets by rank.
+    """
+    from functools import partial
+
+    from transformers.trainer_utils import seed_worker
+
+    make = trainer.get_train_dataloader
+
+    def get_train_dataloader() -> Any:
+        loader = make()
+        source = getattr(loader, "base_dataloader", loader)
+        if isinstance(source.worker_init_fn, partial) and source.worker_init_fn.func is seed_worker:
+            group = trainer.args.process_index // size
+            source.worker_init_fn = partial(seed_worker, num_workers=source.num_workers, rank=group)
+        return loader
+
+    trainer.get_train_dataloader = get_train_dataloader
 
 
 def gather_vocabulary(logits: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A pipeline's weights as a normal Hugging Face checkpoint, written by all stages together, and read back by each.
+"""A pipeline's weights as a normal Hugging Face checkpoint, written by all stages together.
 
 Every stage's first data-parallel rank writes its own tensors beside the checkpoint, the first rank names them all,
 writes the index and moves everything into its place; no rank gathers another stage's. The directory must be one that
@@ -13,18 +13,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import ShardwrightError
-from .checkpoint_tensors import INDEX, SINGLE, CheckpointTensors
-from .pipeline_tensor_parallel import own_part, whole_tensor
+from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ..ds_configs.parallelism.stages import PipelineStage
+from .checkpoint_tensors import INDEX, SINGLE
+from .pipeline_tensor_parallel import whole_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+CUT = "pipeline_cut.json"
+"""Beside the state of a training: the stages that it belongs to."""
+_GO_ON = "resume with the stages of the checkpoint, or start anew from its weights: PipelineTrainer(model=directory)"
 LARGEST_FILE_BYTES = 5_000_000_000
 """Tensors of one file together, unless a single one is larger."""
 
@@ -46,31 +50,6 @@ def _whole_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
             if path != stage.tied_name:
                 module_path, _, name = path.rpartition(".")
                 yield path, whole_tensor(stage.get_submodule(module_path), name, tensor.detach())
-
-
-def load_pipeline_checkpoint(module: Any, directory: str | Path) -> None:
-    """Copy a Hugging Face checkpoint's tensors into the stages that this rank holds.
-
-    An optimizer with an fp32 copy of the weights keeps the older ones: load before the engine is made, or call
-    `engine.optimizer.refresh_fp32_params()`.
-
-    Args:
-        module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
-        directory: A directory with safetensors, whatever wrote it and however it divides them.
-
-    Raises:
-        UsageError: The checkpoint lacks a tensor, or has it in another shape.
-    """
-    import torch
-
-    module = getattr(module, "module", module)
-    tensors = CheckpointTensors(str(directory))
-    with torch.no_grad():
-        for stage in module.stages:
-            for path, tensor in stage.state_dict().items():
-                module_path, _, name = path.rpartition(".")
-                shape, part_of = own_part(stage.get_submodule(module_path), name, tensor.shape)
-                tensor.copy_(part_of(tensors.read(stage.stored_name(path), shape=shape)))
 
 
 def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any = None) -> None:
@@ -99,6 +78,42 @@ def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any 
     finally:
         if first:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def save_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
+    """Write beside the state of a training to which stages it belongs."""
+    cut = _cut(stages, tensor_parallel_size, dual_pipe)
+    (directory / CUT).write_text(json.dumps(cut) + "\n", encoding="utf-8")
+
+
+def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
+    """Refuse to go on with a training of other stages: DeepSpeed keeps each rank's tensors and optimizer states.
+
+    A checkpoint that names no stages is taken.
+
+    Raises:
+        UsageError: it was cut otherwise; the fault names how.
+        RefusedInputError: what names the stages is no JSON object.
+    """
+    path = directory / CUT
+    if not path.exists():
+        return
+    try:
+        saved = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RefusedInputError(Fault(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
+    now = _cut(stages, tensor_parallel_size, dual_pipe)
+    if faults := [
+        Fault(where=f"{path.name}: {name}", value=saved.get(name), rule=f"this training has {value}", fix=_GO_ON)
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]:
+        raise UsageError(faults)
+
+
+def _cut(stages: Sequence[PipelineStage], tensor_parallel_size: int, dual_pipe: bool) -> dict[str, Any]:
+    borders = ", ".join(f"{stage.first_layer}-{stage.end_layer}" for stage in stages)
+    return {"stages": borders, "tensor_parallel_size": tensor_parallel_size, "dual_pipe": dual_pipe}
 
 
 def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
@@ -173,7 +188,7 @@ def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
     output.mkdir(parents=True, exist_ok=True)
     # The one file by which the weights are found goes first and comes last.
     found_by = INDEX if (unfinished / INDEX).exists() else SINGLE
-    new = sorted((path for path in unfinished.iterdir()), key=lambda path: path.name == found_by)
+    new = sorted(unfinished.iterdir(), key=lambda path: path.name == found_by)
     for path in new:
         _flush(path)
     for name in (INDEX, SINGLE):

@@ -96,11 +96,6 @@ class _CausalLM:
         """Return each tied weight that this rank holds, with the ranks that sum its gradient."""
         return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
 
-    def allreduce_tied_weight_gradients(self: Any) -> None:
-        """Sum the gradients of tied weights."""
-        for weight, group in self.get_tied_weights_and_groups():
-            comm.all_reduce(weight.grad, group=group)
-
 
 class CausalLMPipeline(_CausalLM, PipelineModule):
     """Stages of a causal language model for the 1F1B schedule."""

@@ -8,7 +8,7 @@ reduce as Megatron-LM does (arXiv 1909.08053), and mark their parameters, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def divide_layer(layer: Any, group: Any) -> None:
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 
+    # One mode for the process, which the layers ask in every forward pass: it stays until `forget_tensor_parallel`.
     set_autotp_mode(training=True)
     for path, module in list(layer.named_modules()):
         parent, _, name = path.rpartition(".")
@@ -65,22 +66,6 @@ def whole_tensor(owner: Any, name: str, tensor: Tensor) -> Tensor:
     ]
     torch.distributed.all_gather(parts, tensor.contiguous(), group=owner.mp_group)
     return torch.cat(parts, dim=dimension)
-
-
-def own_part(owner: Any, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor]]:
-    """Return the whole shape of a parameter, and what takes this rank's part of a whole tensor.
-
-    Args:
-        owner: Module that holds the parameter.
-        name: `weight` or `bias`.
-        shape: Shape of this rank's part.
-    """
-    dimension = _cut_dimension(owner, name)
-    if dimension is None:
-        return tuple(shape), lambda tensor: tensor
-    sizes = owner._partition_sizes
-    whole = tuple(sum(sizes) if axis == dimension else length for axis, length in enumerate(shape))
-    return whole, lambda tensor: tensor.split(sizes, dim=dimension)[owner.tp_index]
 
 
 def _cut_dimension(owner: Any, name: str) -> int | None:

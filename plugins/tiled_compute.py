@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..ds_configs.errors import Fault, UsageError
 from .deepspeed import share_with_zero3
 from .output_heads import head_module, output_head
 
@@ -45,17 +46,36 @@ def has_dropout(module: Any) -> bool:
 def tile_mlps(model: Any, tiles: int | None) -> None:
     """Let every MLP compute `tiles` parts of the sequence one after the other, and again in the backward pass.
 
-    `None` makes parts of as many tokens as the model is wide.
+    `None` makes parts of as many tokens as the model is wide. What tiled them before is replaced.
+
+    Raises:
+        UsageError: something else has replaced the forward of an MLP.
     """
+    untile_mlps(model)
     hidden = model.config.get_text_config().hidden_size
     for mlp in mlps(model):
-        if "forward" not in vars(mlp):
-            mlp.forward = functools.partial(_tiled_mlp, mlp, mlp.forward, tiles, hidden)
+        if "forward" in vars(mlp):
+            rule = "has a forward of somebody else's, which tiles would lose"
+            fix = "leave tiled_mlp out, or what replaces MLPs (Liger kernels, hooks)"
+            raise UsageError(Fault(where="tiled_mlp", value=type(mlp).__name__, rule=rule, fix=fix))
+        mlp.forward = functools.partial(_tiled_mlp, mlp, mlp.forward, tiles, hidden)
+
+
+def untile_mlps(model: Any) -> None:
+    """Give the MLPs of a model back the forward of their class, where an earlier run tiled them."""
+    for mlp in mlps(model):
+        if _is_tiled(mlp):
+            del mlp.forward
 
 
 def share_tiled_mlps(model: Any) -> None:
     """Let ZeRO-3 gather an MLP's weights once for all of its tiles, however many each rank has."""
-    share_with_zero3(mlp for mlp in mlps(model) if isinstance(vars(mlp).get("forward"), functools.partial))
+    share_with_zero3(mlp for mlp in mlps(model) if _is_tiled(mlp))
+
+
+def _is_tiled(mlp: Any) -> bool:
+    forward = vars(mlp).get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _tiled_mlp
 
 
 def _tiled_mlp(

@@ -7,6 +7,7 @@ transformers 5.17.0:
   generates, or a teacher, or the next run would exchange heads too;
 - shapes are fixed when the function is registered, so that the last, smaller batch of a data set fails an assertion;
 - with fewer key/value heads than ranks it changes `num_key_value_groups` of the model's modules and leaves it so;
+- `num_key_value_heads` is read of every configuration; GPT-NeoX, OPT, Persimmon and BioGPT have none;
 - groups of ranks are made once in the life of a process, and a second run fails an assertion;
 - the stock loss gathers differentiably with `torch.distributed.nn`, whose backward takes ranks of a group for ranks of
   the world on gloo: sequence parallelism beside data parallelism fails there ("not part of group");
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+from ..ds_configs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +44,8 @@ class SharedSequence:
         """This rank's positions [B, S / size], for models that do not hand them to their attention."""
         self.attention: Any = None
         """DeepSpeed's module, once Accelerate has registered it."""
+        self.exchanges = 0
+        """How often attention has exchanged heads."""
 
     @property
     def group(self) -> Any:
@@ -97,18 +102,36 @@ class SharedSequence:
         from deepspeed.runtime.sequence_parallel import ulysses_sp
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        name = model.config._attn_implementation
+        name, text = model.config._attn_implementation, model.config.get_text_config()
         forget_sequence_parallelism()
+        # DeepSpeed reads it of models whose heads all have keys and values of their own, too.
+        lacks_number = not hasattr(text, "num_key_value_heads")
+        if lacks_number:
+            text.num_key_value_heads = text.num_attention_heads
         core, stock = ALL_ATTENTION_FUNCTIONS[name], ulysses_sp.UlyssesSPAttentionHF
         ulysses_sp.UlyssesSPAttentionHF = self._attention_class(stock)
         try:
             yield
         finally:
+            if lacks_number:
+                del text.num_key_value_heads
             ulysses_sp.UlyssesSPAttentionHF = stock
             chosen = _ChosenAttention(core)
             ALL_ATTENTION_FUNCTIONS[name] = chosen
         for module in model.modules():
             chosen.sequences[module] = self
+
+    def check_exchanges(self, model: Any) -> None:
+        """Make sure, after a first forward pass on shards, that attention was connected in every layer.
+
+        Raises:
+            UsageError: layers computed attention by themselves.
+        """
+        layers = model.config.get_text_config().num_hidden_layers
+        if self.exchanges < layers:
+            rule = f"exchanged heads in {self.exchanges} of {layers} layers: the others attend within a shard"
+            fix = "use sequence_parallel_size = 1, or a model with attention of Transformers' registry"
+            raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix=fix))
 
     def _attention_class(self, stock: Any) -> Any:
         shared = self
@@ -143,6 +166,7 @@ class _ChosenAttention:
         if shared is None or not shared.active or shared.attention is None:
             return self.core(module, query, key, value, mask, *args, **kwargs)
         groups = getattr(module, "num_key_value_groups", None)
+        shared.exchanges += 1
         try:
             return shared.attention(module, query, key, value, None, *args, **kwargs)
         finally:
@@ -168,6 +192,7 @@ def _adopt_shapes(attention: Any, query: torch.Tensor, key: torch.Tensor) -> Non
 
 def forget_sequence_parallelism() -> None:
     """Let another run of this process form groups and attention of its own, or do without."""
+    _DATA_GROUPS.clear()
     if "deepspeed.runtime.sequence_parallel.parallel_state_sp" in sys.modules:
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.utils import groups

@@ -73,7 +73,9 @@ def own_shard(whole: torch.Tensor) -> torch.Tensor:
 def gradients_are_added_over_a_sequence(zero_optimization: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed adds gradients over the ranks that share a sequence, and averages over the others only.
 
-    Seen in deepspeed 0.19.8: ZeRO 1 and 2 do (stage_1_and_2.py, `sequence_parallel_size`), and so does ZeRO-3 without
-    `reduce_scatter`; ZeRO-3 with it, its default, averages over all ranks (coalesced_collectives.py, "pre-divide").
+    Seen in deepspeed 0.19.8: ZeRO 1 and 2 add (stage_1_and_2.py, `sequence_parallel_size`); ZeRO-3 with
+    `reduce_scatter`, its default, averages over all ranks (coalesced_collectives.py, "pre-divide"). ZeRO-3 without it
+    adds for buckets up to `reduce_bucket_size` and averages for larger ones (stage3.py,
+    `__reduce_and_partition_ipg_grads`), so that no answer is right for all parameters of a model.
     """
     return zero_optimization.get("stage", 0) < 3 or not zero_optimization.get("reduce_scatter", True)

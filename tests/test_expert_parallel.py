@@ -76,6 +76,8 @@ def test_sizes_that_divide_are_legal_and_named_ones_divide(
         ({"zero_stage": 3, "quantized_gradients": True}, "excludes quantized_gradients in ZeRO-3"),
         ({"offload_param": "nvme"}, "excludes NVMe"),
         ({"offload_optimizer": "nvme"}, "excludes NVMe"),
+        ({"method": "qlora"}, "ep = 4: does not go with qlora"),
+        ({"zero_stage": 0, "precision": "bf16"}, "in fp32 only"),
     ],
 )
 def test_each_exclusion_is_one_fault(change: dict[str, Any], named: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +24,7 @@ from shardwright.ds_configs.parallelism.pipeline import (
 from shardwright.ds_configs.parallelism.stages import balanced_stages, bubble_fraction
 from shardwright.plugins import pipeline_checkpoint
 from shardwright.plugins.checkpoint_tensors import CheckpointTensors
-from shardwright.plugins.pipeline_checkpoint import (
-    load_pipeline_checkpoint,
-    pipeline_state_dict,
-    save_pipeline_checkpoint,
-)
+from shardwright.plugins.pipeline_checkpoint import pipeline_state_dict, save_pipeline_checkpoint
 from shardwright.plugins.pipeline_loading import StageParts
 from shardwright.plugins.pipeline_stage import CausalLMStage, causal_lm_loss, stage_inputs
 from torch import distributed
@@ -334,26 +331,91 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(models, tmp_path
     assert not list(tmp_path.glob(".saved*"))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["llama, tied", "phi3"])
-def test_a_checkpoint_is_read_into_live_stages(models, name):
-    model, directory = models[name]
-    for stage in stages_of(made(name), 2):
-        for parameter in stage.parameters():
-            parameter.add_(1.0)
-        load_pipeline_checkpoint(SimpleNamespace(stages=(stage,)), directory)
-        expected = model.state_dict()
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in stage.state_dict().items())
+@pytest.mark.usefixtures("one_rank")
+def test_an_interrupted_save_is_never_taken_for_a_whole_checkpoint(models, tmp_path, monkeypatch):
+    """Interrupted before each file in turn, while two files of an older model lie there."""
+    monkeypatch.setattr(pipeline_checkpoint, "LARGEST_FILE_BYTES", 30_000)
+    module, output = on_one_rank(models["llama"][1]), tmp_path / "saved"
+    replace, moved, last = Path.replace, [], 0
+
+    def interrupted(path, target):
+        if path.name.startswith(("model", "config", "generation")):
+            if len(moved) == last:
+                raise OSError("killed")
+            moved.append(path.name)
+        return replace(path, target)
+
+    save_pipeline_checkpoint(module, output)
+    files = len(list(output.iterdir()))
+    for last in range(files):
+        moved.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", interrupted)
+            with pytest.raises(ShardwrightError, match="killed"):
+                save_pipeline_checkpoint(module, output)
+        assert len(moved) == last
+        with pytest.raises(UsageError, match="holds neither"):
+            CheckpointTensors(str(output))
+    save_pipeline_checkpoint(module, output)
+    assert len(list(output.iterdir())) == files
+    CheckpointTensors(str(output))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_other_ranks_of_a_tensor_group_gather_every_tensor_and_keep_none(models, tmp_path, monkeypatch):
+    gathered = []
+    monkeypatch.setattr(
+        pipeline_checkpoint, "whole_tensor", lambda owner, name, tensor: gathered.append(name) or tensor
+    )
+    module = on_one_rank(models["llama"][1])
+    for rank in (1, 0):
+        gathered.clear()
+        module.tensor_parallel_rank = rank
+        pipeline_checkpoint._write_tensors(module, tmp_path, f"stage-{rank}")
+        assert len(gathered) == len(pipeline_state_dict(module))
+        assert len(list(tmp_path.glob("*.safetensors"))) == (rank == 0)
+
+
+def test_files_of_a_checkpoint_are_found_once_and_at_one_commit(models, tmp_path, monkeypatch):
+    commit, asked = "0123456789abcdef0123456789abcdef01234567", []
+    directory = tmp_path / "snapshots" / commit
+    models["llama"][0].save_pretrained(directory, max_shard_size="30KB")
+
+    def cached_file(source, name, *, revision, **settings):
+        asked.append((name, revision))
+        return str(directory / name) if (directory / name).exists() else None
+
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    tensors = CheckpointTensors("somebody/model", revision="main")
+    expected = models["llama"][0].state_dict()
+    for _ in range(2):
+        for name, tensor in expected.items():
+            assert torch.equal(tensors.read(name, shape=tensor.shape), tensor)
+    assert asked[0] == ("model.safetensors.index.json", "main")
+    assert {revision for _, revision in asked[1:]} == {commit}
+    assert len(asked) == len({name for name, _ in asked}) == len(list(directory.glob("*.safetensors"))) + 1
+
+
+def test_the_mode_of_cut_layers_ends_with_their_run():
+    """DeepSpeed's layers ask one mode of the process in every forward pass (seen in 0.19.8)."""
+    from deepspeed.module_inject import layers
+    from shardwright.plugins.accelerate import forget_last_run
+    from shardwright.plugins.pipeline_tensor_parallel import divide_layer
+
+    divide_layer(torch.nn.Module(), None)
+    assert layers.is_autotp_training_mode()
+    forget_last_run()
+    assert not layers.is_autotp_training_mode()
 
 
 def test_checkpoints_that_do_not_match_are_refused(models, tmp_path):
     with pytest.raises(UsageError, match=r"holds neither model\.safetensors nor"):
         StageParts(empty_checkpoint(tmp_path / "none"))
-    (stage,) = stages_of(models["llama"][0], 1)
+    tensors = CheckpointTensors(str(models["qwen3"][1]))
     with pytest.raises(UsageError, match="the checkpoint lacks this tensor"):
-        load_pipeline_checkpoint(SimpleNamespace(stages=(stage,)), models["gpt2"][1])
+        tensors.read("model.layers.9.self_attn.q_proj.weight", shape=(32, 32))
     with pytest.raises(UsageError, match=r"has shape \(64, 32\), the config needs \(32, 32\)"):
-        load_pipeline_checkpoint(SimpleNamespace(stages=(stage,)), models["qwen3"][1])
+        tensors.read("model.layers.0.self_attn.q_proj.weight", shape=(32, 32))
 
 
 @pytest.mark.parametrize(
@@ -420,6 +482,8 @@ def test_a_legal_pipeline_has_no_faults():
     ("change", "where", "says"),
     [
         ({"num_layers": 1}, "pp", "nearest legal value: 1"),
+        ({"stages": 0}, "pp", "must be at least 1"),
+        ({"stages": -1}, "pp", "must be at least 1"),
         ({"world_size": 3}, "pp", "3 % 2 = 1"),
         ({"zero_stage": 2}, "zero_optimization.stage", "nearest legal value: 1"),
         ({"zero_stage": 3}, "zero_optimization.stage", "nearest legal value: 1"),

@@ -12,11 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import LAYERS, Case, data_of, untrained_model
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.parallelism.stages import PipelineStage, balanced_stages
+from planning import MODELS
+from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.parallelism.stages import PipelineStage, balanced_stages, partition_faults
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
-from shardwright.plugins.pipeline_engine import free_logits_early, repair_clipping, set_global_batch
-from shardwright.trainers.pipeline.checks import check_pipeline, engine_faults, global_batch_faults, stages_faults
+from shardwright.plugins.pipeline_checkpoint import check_cut, save_cut
+from shardwright.plugins.pipeline_engine import (
+    free_logits_early,
+    read_own_replica,
+    repair_clipping,
+    set_global_batch,
+    written_global_batch,
+)
+from shardwright.trainers.pipeline.checks import check_pipeline, engine_faults, global_batch_faults, length_faults
 from shardwright.trainers.pipeline.evaluation import own_samples
 from shardwright.trainers.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
 from shardwright.trainers.pipeline.source import balanced, source_of
@@ -83,7 +91,7 @@ def test_replicas_count_each_sample_once(samples: int, rows: int, replicas: int)
     for replica in range(replicas):
         batches = BatchSampler(SequentialSampler(range(samples)), rows, drop_last=False)
         shard = BatchSamplerShard(batches, replicas, replica) if replicas > 1 else batches
-        tensors = [{"labels": torch.tensor(indices)[:, None]} for indices in shard]
+        tensors = [dict.fromkeys(("input_ids", "labels"), torch.tensor(indices)[:, None]) for indices in shard]
         kept = list(own_samples(tensors, samples=samples, replicas=replicas, replica=replica))
         turns.add(len(kept))
         assert [is_last for _, is_last in kept] == [False] * (len(kept) - 1) + [True]
@@ -190,6 +198,130 @@ def test_iterable_evaluation_data_is_refused_for_replicas(tmp_path: Path) -> Non
     assert faults_of(OnRanks(2, arguments), eval_dataset=endless) == {}
 
 
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"torch_empty_cache_steps": 3}, "torch_empty_cache_steps"),
+        ({"optim": "adalomo"}, "optim"),
+        ({"optim": "schedule_free_adamw"}, "optim"),
+        ({"bf16_full_eval": True}, "bf16_full_eval"),
+        ({"accelerator_config": {"even_batches": False}}, "even_batches"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_without_a_place_in_stages_are_refused(tmp_path: Path, more: dict[str, Any], where: str) -> None:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
+        **{**Case().arguments(tmp_path, pipeline=True), **configure_cpu_ranks("deepspeed"), **more}
+    )
+    assert faults_of(OnRanks(4, arguments)).keys() == {where}
+    assert (where in faults_of(OnRanks(2, arguments))) == (where != "even_batches")
+
+
+def test_tensor_parallelism_of_accelerate_is_refused(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments.parallelism_config = SimpleNamespace(sp_size=1, cp_size=1, tp_size=2)
+    assert "tensor_parallel_size=" in faults_of(OnRanks(4, arguments))["parallelism_config.tp_size"]
+
+
+def test_gradients_of_another_precision_and_an_offloaded_optimizer_are_refused(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    config = arguments.deepspeed_plugin.deepspeed_config
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    assert faults_of(OnRanks(2, arguments)) == {}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    assert "not summed" in faults_of(OnRanks(2, arguments))["data_types.grad_accum_dtype"]
+    del config["data_types"]
+    assert faults_of(OnRanks(2, arguments)) == {}
+
+
+def test_workers_of_one_replica_draw_the_same_and_those_of_another_other_numbers() -> None:
+    from functools import partial
+
+    from torch.utils.data import DataLoader
+    from transformers.trainer_utils import seed_worker
+
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        device_placement=False,
+        rng_types=[],
+        even_batches=True,
+        use_seedable_sampler=False,
+        dataloader_config=SimpleNamespace(data_seed=None),
+        non_blocking=False,
+        use_stateful_dataloader=False,
+        _dataloaders=[],
+    )
+    seeds = {}
+    for rank, replica in enumerate([0, 1, 0, 1]):
+        read_own_replica(accelerator, replicas=2, replica=replica)
+        loader = DataLoader(range(8), worker_init_fn=partial(seed_worker, num_workers=2, rank=rank))
+        worker_init_fn = accelerator.prepare_data_loader(loader).worker_init_fn
+        seeds[rank] = {**worker_init_fn.keywords, "function": worker_init_fn.func}
+    assert seeds[0] == seeds[2] == {"num_workers": 2, "rank": 0, "function": seed_worker}
+    assert seeds[1] == seeds[3] == {"num_workers": 2, "rank": 1, "function": seed_worker}
+    unseeded = DataLoader(range(8), worker_init_fn=print)
+    assert accelerator.prepare_data_loader(unseeded).worker_init_fn is print
+
+
+def test_data_without_a_length_is_refused_for_replicas_alone() -> None:
+    assert length_faults(None, 1) == length_faults(3, 2) == []
+    (fault,) = length_faults(None, 2)
+    assert fault.where == "eval_dataset"
+
+
+def test_positions_in_some_batches_of_a_step_are_refused() -> None:
+    plain = batch_of(1, 3, masked=False)
+    with pytest.raises(UsageError, match="every micro-batch of a step or in none"):
+        of_one_shape([plain, {**plain, "position_ids": torch.arange(3)[None]}])
+
+
+def test_evaluation_without_labels_is_explained() -> None:
+    batches = [{"input_ids": torch.ones(1, 3, dtype=torch.long)}]
+    with pytest.raises(UsageError, match="needs labels"):
+        list(own_samples(batches, samples=1, replicas=1, replica=0))
+
+
+def test_models_without_stages_are_explained_before_anything_is_read(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="'t5': has no causal language model"):
+        source_of(tmp_path)
+    with pytest.raises(UsageError, match="has no readable config"):
+        source_of(str(tmp_path / "missing"))
+
+
+def test_a_checkpoint_of_other_stages_is_refused_by_name(tmp_path: Path) -> None:
+    even, late = balanced_stages([1.0] * 4, stages=2), balanced_stages([1.0] * 4, head_cost=2.0, stages=2)
+    layout: dict[str, Any] = {"tensor_parallel_size": 1, "dual_pipe": False}
+    check_cut(tmp_path, even, **layout)
+    save_cut(tmp_path, even, **layout)
+    check_cut(tmp_path, even, **layout)
+    with pytest.raises(UsageError, match="stages = '0-2, 2-4': this training has 0-3, 3-4"):
+        check_cut(tmp_path, late, **layout)
+    with pytest.raises(UsageError, match="tensor_parallel_size = 1: this training has 2"):
+        check_cut(tmp_path, even, **{**layout, "tensor_parallel_size": 2})
+    next(tmp_path.iterdir()).write_text("[")
+    with pytest.raises(RefusedInputError):
+        check_cut(tmp_path, even, **layout)
+
+
+def test_batches_that_no_step_takes_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from shardwright.trainers.pipeline.trainer import PipelineTrainer
+    from transformers import Trainer
+
+    monkeypatch.setattr(Trainer, "get_batch_samples", lambda self, *args: ([], None))
+    trainer: Any = object.__new__(PipelineTrainer)
+    trainer.args = SimpleNamespace(gradient_accumulation_steps=3)
+    trainer._told_of_dropped_batches = False
+    for left in ([], ["batch"], ["batch"]):
+        trainer._step_batches = left
+        trainer.get_batch_samples(None, 3, None)
+    assert capsys.readouterr().err.count("1 micro-batches at the end") == 1
+
+
 def test_the_trainer_refuses_before_it_touches_a_process_group(tmp_path: Path) -> None:
     from shardwright.trainers.pipeline.trainer import PipelineTrainer
 
@@ -200,13 +332,36 @@ def test_the_trainer_refuses_before_it_touches_a_process_group(tmp_path: Path) -
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(("written", "kept"), [("auto", None), (None, None), (12, None), (24, None), (18, 18)], ids=str)
+@pytest.mark.parametrize(("written", "kept"), [("auto", None), (None, None), (12, None), (24, 24), (18, 18)], ids=str)
 def test_the_global_batch_counts_replicas_and_contradictions_are_told(written: Any, kept: int | None) -> None:
-    config = {"train_batch_size": written, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    """24 are the samples of 4 ranks that each read their own: filled in by the Trainer, or wrong as written."""
+    filled = 24 if written == "auto" else written
+    config = {"train_batch_size": filled, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     holder = SimpleNamespace(config=config, mismatches=["- ds train_batch_size=12 vs hf ...", "- ds other"])
-    assert set_global_batch(holder, replicas=2, world_size=4) == kept
+    assert set_global_batch(holder, written=written, replicas=2) == kept
     assert config["train_batch_size"] == (kept or 12)
     assert holder.mismatches == ["- ds other"]
+
+
+@pytest.mark.parametrize("given", [None, {"train_batch_size": "auto"}], ids=["launch", "arguments"])
+def test_a_second_trainer_takes_no_value_of_the_first_for_the_users(given: Any) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    launched = SimpleNamespace(config={**sizes, "train_batch_size": "auto"})
+    written = written_global_batch(given, launched)
+    assert written == "auto"
+    # The Trainer makes its own out of what `accelerate launch` announced, and fills it in.
+    completed = SimpleNamespace(config={**sizes, "train_batch_size": 24})
+    assert set_global_batch(completed, written=written, replicas=2) is None
+    assert completed.config["train_batch_size"] == 12
+    assert written_global_batch(given, completed) == "auto"
+
+
+def test_a_written_global_batch_is_judged_before_the_trainer_fills_it_in(tmp_path: Path) -> None:
+    section = {**Case().arguments(tmp_path, pipeline=True)["deepspeed"], "train_batch_size": 4}
+    arguments = deepspeed_arguments(tmp_path, Case(), deepspeed=section)
+    (fault,) = engine_faults(arguments, replicas=1, tensor_parallel_size=1)
+    assert (fault.where, fault.value) == ("train_batch_size", 4)
+    assert engine_faults(arguments, replicas=2, tensor_parallel_size=1) == []
 
 
 def test_a_contradicting_global_batch_is_explained() -> None:
@@ -221,24 +376,35 @@ def test_a_contradicting_global_batch_is_explained() -> None:
 @given(layers=st.integers(1, 12), stages=st.integers(1, 12))
 def test_balanced_stages_hold_each_layer_once(layers: int, stages: int) -> None:
     if stages <= layers:
-        assert stages_faults(balanced_stages([1.0] * layers, stages=stages), layers) == []
+        assert partition_faults(balanced_stages([1.0] * layers, stages=stages), layers) == []
 
 
 def test_stages_that_leave_a_layer_out_are_refused() -> None:
     first, second = balanced_stages([1.0] * 4, stages=2)
     late = PipelineStage(index=1, first_layer=3, end_layer=4, has_embedding=False, has_head=True)
-    assert stages_faults((first, second), 4) == []
+    assert partition_faults((first, second), 4) == []
     for stages in ((first, late), (second, first), (first,)):
-        (fault,) = stages_faults(stages, 4)
+        (fault,) = partition_faults(stages, 4)
         assert "4 decoder layers" in fault.rule
 
 
 @pytest.mark.parametrize("dual_pipe", [False, True])
 def test_a_number_of_stages_is_balanced_by_the_planner(dual_pipe: bool) -> None:
     arguments = SimpleNamespace(per_device_train_batch_size=2, bf16=True, gradient_checkpointing=True)
-    stages = balanced(untrained_model("llama-4"), arguments, 2, dual_pipe)
+    stages = balanced(untrained_model("llama-4"), arguments, 2, dual_pipe=dual_pipe)
     assert len(stages) == (4 if dual_pipe else 2)
-    assert stages_faults(stages, 4) == []
+    assert partition_faults(stages, 4) == []
+
+
+def test_tensor_parallelism_leaves_the_last_stage_fewer_layers() -> None:
+    """Ranks divide the matrices of layers, and the last one's head stays whole."""
+    arguments = SimpleNamespace(per_device_train_batch_size=1, bf16=True, gradient_checkpointing=True)
+    model = source_of(MODELS / "meta-llama--Llama-3.1-8B")
+    counts = [
+        [stage.num_layers for stage in balanced(model, arguments, 4, tensor_parallel_size=size)] for size in (1, 8)
+    ]
+    assert sum(counts[0]) == sum(counts[1]) == model.config.num_hidden_layers
+    assert counts[1][-1] < counts[0][-1]
 
 
 def test_a_checkpoint_is_not_read_to_know_its_model(tiny_llama: Path) -> None:
@@ -279,7 +445,7 @@ def test_deepspeed_keeps_logits_that_its_last_stage_needs_no_more(monkeypatch: p
     monkeypatch.setattr(DeepSpeedEngine, "backward", lambda self, loss: None)
     engine = object.__new__(PipelineEngine)
     buffers = {"outputs": ["logits"], "labels": ["labels"]}
-    module = SimpleNamespace(training=True)
+    module = SimpleNamespace(training=False)
     engine.__dict__.update(pipe_buffers=buffers, module=module, stage_id=1, num_stages=2, optimizer=1, loss=None)
     engine._INSTRUCTION_MAP[BackwardPass](engine, 0)
     assert buffers == {"outputs": ["logits"], "labels": ["labels"]}

@@ -8,6 +8,7 @@ import pytest
 from planning import MODELS
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.parallelism.pipeline_stages import pipeline_stages
+from shardwright.ds_configs.parallelism.shares import rank_shares
 from shardwright.ds_configs.strategy import Strategy
 from shardwright.plugins.planning import plan
 from shardwright.trainers import ExpertParallelCallback, SequenceParallelCallback, TensorParallelCallback
@@ -54,3 +55,18 @@ def test_the_stages_of_a_plan_are_those_that_its_memory_was_computed_for() -> No
     found = planned_parallelism(made)
     assert found.pipeline_stages == pipeline_stages(made.model, made.job, 2)
     assert found.pipeline_stages[-1].end_layer == made.model.dimensions.num_layers
+
+
+def test_tensor_parallelism_moves_the_borders_of_plan_and_run_alike() -> None:
+    """Whole matrices would be cut [19, 21, 21, 19]: the head, which stays whole, weighs more beside eighths of them."""
+    job = TrainingJob(
+        pipeline_parallel_size=4, tensor_parallel_size=8, strategy="zero1", global_batch_size=64, micro_batch_size=1
+    )
+    made = plan(str(MODELS / "meta-llama--Llama-3.1-70B"), "8x8xH100", job)
+    strategy = made.chosen.strategy
+    run = planned_parallelism(made).pipeline_stages
+    assert isinstance(run, tuple)
+    priced = {share.stage.index: share.stage for share in rank_shares(strategy, made.model, made.job) if share.stage}
+    assert {index: run[index] for index in priced} == priced
+    whole = pipeline_stages(made.model, made.job, 4)
+    assert run != whole and run[-1].num_layers < whole[-1].num_layers

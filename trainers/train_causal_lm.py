@@ -205,9 +205,11 @@ class StepLosses:
         return loss
 
     def mean_over_ranks(self) -> list[float]:
-        """Return one loss per optimizer step, in order; every rank must call it."""
+        """Return one loss per optimizer step, in order, none for a finished run; every rank must call it."""
         import torch
 
+        if not self._losses:
+            return []
         losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
         return losses
 

@@ -31,6 +31,8 @@ def expert_faults(
     quantized_gradients: bool = False,
     offload_optimizer: str = "none",
     offload_param: str = "none",
+    method: str = "full",
+    precision: str = "fp32",
 ) -> list[Fault]:
     """Return why a model's experts cannot be divided over `ep` ranks; empty when they can, or when `ep` is 1.
 
@@ -49,6 +51,8 @@ def expert_faults(
         quantized_gradients: ZeRO++ quantized gradients.
         offload_optimizer: `none`, `cpu` or `nvme`.
         offload_param: Likewise.
+        method: `full`, `lora` or `qlora`.
+        precision: Of the computation: `fp32`, or a 16-bit one.
 
     >>> [str(fault) for fault in expert_faults(ep=3, model_type="mixtral", num_experts=8, data_parallel_size=6)]
     ['ep = 3: must divide the experts (8 % 3 = 2); nearest legal values: 2']
@@ -60,6 +64,7 @@ def expert_faults(
     if engine != "deepspeed":
         fix = "use a ZeRO stage"
         faults.append(Fault(where="ep", value=ep, rule=f"runs on DeepSpeed (AutoEP), not on {engine}", fix=fix))
+    faults += _training_faults(ep, engine, zero_stage, method, precision)
     faults += _axis_faults(ep, tp=tp, pp=pp, sp=sp, cp=cp)
     if (zero_stage or 0) == 3:
         faults += _zero3_faults(ep, hpz_partition_size, quantized_gradients)
@@ -88,6 +93,17 @@ def _model_faults(model_type: str, num_experts: int | None) -> list[Fault]:
         return []
     rule = "AutoEP's routing has not been proven equal to this model's"
     return [Fault(where="model_type", value=model_type, rule=rule, fix=f"works with {', '.join(AUTO_EP_MODEL_TYPES)}")]
+
+
+def _training_faults(ep: int, engine: str, zero_stage: int | None, method: str, precision: str) -> list[Fault]:
+    faults = []
+    if method != "full":
+        rule = f"does not go with {method}: AutoEP takes over experts that train, and with adapters they are frozen"
+        faults.append(Fault(where="ep", value=ep, rule=rule, fix="train all weights, or use ep = 1"))
+    if engine == "deepspeed" and not zero_stage and precision != "fp32":
+        rule = "without ZeRO trains experts in fp32 only: DeepSpeed's 16-bit optimizer starts with a step on zeros"
+        faults.append(Fault(where="zero_optimization.stage", value=0, rule=rule, fix="use ZeRO stage 1, 2 or 3"))
+    return faults
 
 
 def _axis_faults(ep: int, *, tp: int, pp: int, sp: int, cp: int) -> list[Fault]:

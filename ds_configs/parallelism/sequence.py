@@ -22,6 +22,18 @@ RECURRENT_MODELS = frozenset(
     | {"rwkv", "xlstm", "zamba", "zamba2"}
 )
 """`model_type`s whose layers carry a state along the sequence, past the attention interface."""
+_OWN_ATTENTION = "computes attention past the registry of Transformers, where heads are exchanged"
+_OWN_LOSS = "declares no loss that takes shift_labels, which shards need"
+_SINKS = "adds attention sinks of each head, which an exchange of heads leaves on other ranks"
+UNSHAREABLE_MODELS = (
+    dict.fromkeys(("big_bird", "codegen", "doge", "falcon", "fuyu", "gpt_neo"), _OWN_ATTENTION)
+    | dict.fromkeys(("gpt_neox_japanese", "gptj", "megatron-bert", "rembert", "xglm"), _OWN_ATTENTION)
+    | dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "cpmant", "ctrl"), _OWN_LOSS)
+    | dict.fromkeys(("gpt2", "marian", "mbart", "mpt", "mvp", "openai-gpt", "pegasus", "plbart", "roformer"), _OWN_LOSS)
+    | dict.fromkeys(("trocr", "whisper", "xlm", "xlnet"), _OWN_LOSS)
+    | dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), _SINKS)
+)
+"""Why other `model_type`s of transformers 5.17.0 do not train on shards of their sequences."""
 LENGTH_DEPENDENT_ROTATIONS = ("dynamic", "longrope")
 """`rope_type`s of Transformers (modeling_rope_utils.py, `dynamic_rope_update`)."""
 _WITHOUT_MASK = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -167,6 +179,9 @@ def _layers(size: int, model_type: str, layer_types: Iterable[str], *, has_equal
         kinds = ", ".join(other) or f"of {model_type}"
         rule = f"layers {kinds} carry a state or an index along the sequence, which a shard would start anew"
         faults.append(Fault(where="sp", value=size, rule=rule, fix="use sp = 1, or a model with full attention"))
+    if model_type in UNSHAREABLE_MODELS:
+        rule = f"{model_type} {UNSHAREABLE_MODELS[model_type]}"
+        faults.append(Fault(where="sp", value=size, rule=rule, fix="use sp = 1, or another model"))
     if not has_equal_head_widths:
         rule = "exchanges heads of one width, and latent attention has keys wider than values"
         faults.append(Fault(where="sp", value=size, rule=rule, fix="use sp = 1"))

@@ -12,6 +12,7 @@ from .pipeline_stages import pipeline_stages
 from .stages import PipelineStage
 from .tensor_share import tensor_parallel_share
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
     """The part of a model on one rank, before ZeRO divides it over the data-parallel ranks."""

@@ -24,6 +24,7 @@ class Case:
     ragged: bool = False
     optimizer: str = "adamw_torch"
     replicas: int = 1
+    stages: int = 2
     tensor_ranks: int = 1
     bf16: bool = False
     checkpointing: bool = False
@@ -35,6 +36,7 @@ class Case:
     @property
     def name(self) -> str:
         flags = ["ragged"] * self.ragged + ["bf16"] * self.bf16 + ["recompute"] * self.checkpointing
+        flags += [f"pp{self.stages}"] * (self.stages > 2)
         flags += [f"tp{self.tensor_ranks}"] * (self.tensor_ranks > 1)
         flags += ["dual"] * self.dual_pipe + ["epochs"] * self.epochs
         sizes = f"zero{self.zero_stage}-x{self.accumulation}-dp{self.replicas}"
@@ -149,6 +151,7 @@ FOUR_RANKS = [
     Case(replicas=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
     Case(family="gpt2", replicas=2, ragged=True, optimizer="sgd"),
     Case(family="llama-tied", tensor_ranks=2, accumulation=3, ragged=True, zero_stage=0, optimizer="sgd"),
+    Case(family="llama-4", stages=4, accumulation=5, ragged=True, epochs=True),
 ]
 RESUMED = Case(family="llama-tied", accumulation=3, ragged=True, optimizer="adamw_torch")
 """Trains in two halves too."""

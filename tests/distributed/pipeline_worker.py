@@ -24,7 +24,7 @@ def trainer_of(case: Case, output: Path, *, model: Any = None, callbacks: Any = 
     return PipelineTrainer(
         model,
         arguments,
-        pipeline_stages=2,
+        pipeline_stages=case.stages,
         tensor_parallel_size=case.tensor_ranks,
         dual_pipe=case.dual_pipe,
         callbacks=callbacks,

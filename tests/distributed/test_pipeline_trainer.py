@@ -44,7 +44,7 @@ def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Train in two replicas of two stages."""
+    """Train in two replicas of two stages, two stages of two ranks, and four stages."""
     return launch(4, tmp_path_factory.mktemp("four"))
 
 
@@ -97,7 +97,7 @@ def test_two_stages_train_as_one_process_does(case: Case, two_ranks: Launch, tmp
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS, ids=lambda case: case.name)
-def test_replicas_of_two_stages_train_as_one_process_does(case: Case, four_ranks: Launch, tmp_path: Path) -> None:
+def test_four_ranks_train_as_one_process_does(case: Case, four_ranks: Launch, tmp_path: Path) -> None:
     check(case, four_ranks, tmp_path)
 
 
@@ -105,6 +105,8 @@ def test_a_resumed_training_loses_what_an_uninterrupted_one_does(two_ranks: Laun
     found = two_ranks.record["interrupted"]
     assert found["resumed from"] == len(found["whole"]) == 4
     assert found["resumed"] == found["whole"]
+    cut = json.loads((two_ranks.directory / "interrupted" / "checkpoint-2" / "pipeline_cut.json").read_text())
+    assert cut == {"stages": "0-2, 2-3", "tensor_parallel_size": 1, "dual_pipe": False}
 
 
 def test_evaluation_and_tokens_are_those_of_one_process(two_ranks: Launch, tmp_path: Path) -> None:

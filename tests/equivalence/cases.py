@@ -121,6 +121,7 @@ FURTHER: dict[str, Strategy] = {
     "tp2-dp2-zero1": _deepspeed(1, 2, tp=2),
     "tp2-pp2-zero1": _deepspeed(1, 1, tp=2, pp=2),
     "ep2-dp2-zero2": _deepspeed(2, 4, ep=2),
+    "ep2-dp2-zero3": _deepspeed(3, 4, ep=2),
     "cp2-fsdp2": Strategy(engine="fsdp2", cp=2),
 }
 """Layouts that combine axes which stand alone above, and context parallelism; each is run with every optimizer and

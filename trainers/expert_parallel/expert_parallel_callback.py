@@ -60,7 +60,7 @@ class ExpertParallelCallback(TrainerCallback):
         faults = auto_ep.parallelism_faults(training_arguments, model.config, size)
         faults += auto_ep.configuration_faults(configuration or {}, model.config, size)
         faults += auto_ep.model_faults(model)
-        faults += _argument_faults(training_arguments, configuration, model.config)
+        faults += _argument_faults(training_arguments, model.config)
         if faults:
             raise UsageError(faults)
         assert configuration is not None, "the rules refuse other engines"
@@ -191,18 +191,10 @@ def _sum_over_ranks(tensor: Tensor) -> None:
     dist.all_reduce(tensor)
 
 
-def _argument_faults(arguments: Any, configuration: Any, model_config: Any) -> list[Fault]:
-    faults = []
-    if (
-        configuration
-        and not configuration.get("zero_optimization", {}).get("stage")
-        and arguments.mixed_precision != "no"
-    ):
-        rule = "without ZeRO trains experts in fp32 only: DeepSpeed's 16-bit optimizer starts with a step on zeros"
-        faults.append(Fault(where="zero_optimization.stage", value=0, rule=rule, fix="use ZeRO stage 1, 2 or 3"))
+def _argument_faults(arguments: Any, model_config: Any) -> list[Fault]:
     reentrant = (arguments.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if arguments.gradient_checkpointing and reentrant and getattr(model_config, "output_router_logits", False):
         rule = "runs the routers without a graph, so that the balance loss would train nothing"
         where = "gradient_checkpointing_kwargs.use_reentrant"
-        faults.append(Fault(where=where, value=True, rule=rule, fix="set it to false"))
-    return faults
+        return [Fault(where=where, value=True, rule=rule, fix="set it to false")]
+    return []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.parallelism.pipeline import batch_faults, pipeline_faults
-from ...ds_configs.parallelism.stages import PipelineStage
-from ...plugins.pipeline_engine import set_global_batch
+from ...plugins.pipeline_engine import set_global_batch, written_global_batch
 from ...plugins.pipeline_tensor_parallel import ENGINE_SECTION
 from ...plugins.transformers import deepspeed_configuration
 
@@ -50,14 +49,21 @@ def check_pipeline(
     )
     if stages == 1:
         faults.append(Fault(where="pp", value=1, rule="a pipeline has at least two stages", fix="use the Trainer"))
-    faults += _argument_faults(args, deepspeed or {})
     replicas = args.world_size // max(1, stages * tensor_parallel_size)
+    faults += [*_argument_faults(args, replicas), *_section_faults(args, deepspeed or {}, zero)]
     datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-    if replicas > 1 and any(data is not None and not hasattr(data, "__len__") for data in datasets):
-        rule = "needs a length, so that samples which fill the last batch of a replica are not counted twice"
-        faults.append(Fault(where="eval_dataset", rule=rule, fix="use a map-style data set"))
+    if any(data is not None and not hasattr(data, "__len__") for data in datasets):
+        faults += length_faults(None, replicas)
     if faults:
         raise UsageError(faults)
+
+
+def length_faults(samples: int | None, replicas: int) -> list[Fault]:
+    """Return the fault of evaluation data of unknown length (`samples` is `None`) that several replicas share."""
+    if samples is not None or replicas <= 1:
+        return []
+    rule = "needs a length, so that samples which fill the last batch of a replica are not counted twice"
+    return [Fault(where="eval_dataset", rule=rule, fix="use a map-style data set")]
 
 
 def engine_faults(args: Any, *, replicas: int, tensor_parallel_size: int) -> list[Fault]:
@@ -69,9 +75,9 @@ def engine_faults(args: Any, *, replicas: int, tensor_parallel_size: int) -> lis
         tensor_parallel_size: Ranks that hold each stage together.
     """
     faults = []
-    # Only what TrainingArguments were given is Transformers' own; `accelerate launch` leaves the plugin's.
-    configuration = getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.hf_ds_config
-    written = set_global_batch(configuration, replicas=replicas, world_size=args.world_size)
+    configuration = configuration_in_use(args)
+    given = written_global_batch(args.deepspeed, configuration)
+    written = set_global_batch(configuration, written=given, replicas=replicas)
     if written is not None:
         faults += global_batch_faults(args, written, replicas)
     if tensor_parallel_size > 1:
@@ -81,6 +87,12 @@ def engine_faults(args: Any, *, replicas: int, tensor_parallel_size: int) -> lis
                 rule = f"stages that {tensor_parallel_size} ranks hold together need {str(needed).lower()}"
                 faults.append(Fault(where=f"pipeline.{key}", value=section[key], rule=rule, fix="leave it out"))
     return faults
+
+
+def configuration_in_use(args: Any) -> Any:
+    """Return the holder of the DeepSpeed configuration in use."""
+    # Only what TrainingArguments were given is Transformers' own; `accelerate launch` leaves the plugin's.
+    return getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.hf_ds_config
 
 
 def global_batch_faults(args: Any, written: int, replicas: int) -> list[Fault]:
@@ -97,20 +109,6 @@ def global_batch_faults(args: Any, written: int, replicas: int) -> list[Fault]:
     return [Fault(where="train_batch_size", value=written, rule=rule, fix=fix)]
 
 
-def stages_faults(stages: Sequence[PipelineStage], num_layers: int) -> list[Fault]:
-    """Return a fault where stages do not hold each layer of the model once, in order."""
-    ends = [0, *(stage.end_layer for stage in stages)]
-    in_order = all(
-        stage.index == index and stage.first_layer == ends[index] and stage.num_layers >= 1
-        for index, stage in enumerate(stages)
-    )
-    if in_order and ends[-1] == num_layers:
-        return []
-    shown = ", ".join(f"{stage.first_layer}-{stage.end_layer}" for stage in stages)
-    rule = f"must hold the {num_layers} decoder layers once and in order, at least one each"
-    return [Fault(where="pipeline_stages", value=shown, rule=rule, fix="give the number of stages")]
-
-
 def _offload(zero: Mapping[str, Any], name: str) -> str:
     device = (zero.get(name) or {}).get("device", "none")
     return str(getattr(device, "value", device))
@@ -125,9 +123,11 @@ def _other_axes(args: Any, deepspeed: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _argument_faults(args: Any, deepspeed: Mapping[str, Any]) -> list[Fault]:
+def _argument_faults(args: Any, replicas: int) -> list[Fault]:
     exact = "the last stage computes the cross-entropy of tokens and nothing else"
     schedule = "DeepSpeed's schedule runs all micro-batches of a step"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    of_evaluation = "stages evaluate in the precision in which they train"
     refused: list[tuple[str, Any, bool, str]] = [
         ("fp16", True, bool(args.fp16), "the loss scale is not carried between stages; use bf16 or fp32"),
         ("label_smoothing_factor", args.label_smoothing_factor, args.label_smoothing_factor != 0, exact),
@@ -141,20 +141,47 @@ def _argument_faults(args: Any, deepspeed: Mapping[str, Any]) -> list[Fault]:
             args.train_sampling_strategy in ("batch_rebalance", "group_by_length"),
             "draws an order that the stages of one pipeline do not share; use random or sequential",
         ),
+        (
+            "optim",
+            optimizer,
+            optimizer in ("lomo", "adalomo") or optimizer.startswith("schedule_free"),
+            "steps inside backward or changes weights for evaluation, which a schedule of stages does not call",
+        ),
+        ("torch_empty_cache_steps", args.torch_empty_cache_steps, args.torch_empty_cache_steps is not None, schedule),
+        ("bf16_full_eval", True, args.bf16_full_eval, of_evaluation),
+        ("fp16_full_eval", True, args.fp16_full_eval, of_evaluation),
+        (
+            "even_batches",
+            False,
+            replicas > 1 and not args.accelerator_config.even_batches,
+            f"the {replicas} replicas must take equally many steps",
+        ),
         ("split_batches", True, bool(args.accelerator_config.split_batches), schedule),
         ("dispatch_batches", True, bool(args.accelerator_config.dispatch_batches), schedule),
     ]
-    faults = [Fault(where=name, value=value, rule=rule) for name, value, is_set, rule in refused if is_set]
+    return [Fault(where=name, value=value, rule=rule) for name, value, is_set, rule in refused if is_set]
+
+
+def _section_faults(args: Any, deepspeed: Mapping[str, Any], zero: Mapping[str, Any]) -> list[Fault]:
+    faults = []
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
         where, rule = (
             "gradient_checkpointing_kwargs",
             "stages recompute each decoder layer, without re-entering autograd",
         )
         faults.append(Fault(where=where, value=args.gradient_checkpointing_kwargs, rule=rule, fix="leave it out"))
+    fix = "leave it out and make PipelineTrainer(tensor_parallel_size=...)"
+    if args.parallelism_config is not None and args.parallelism_config.tp_size > 1:
+        rule, size = "divides whole models, not the stages of a pipeline", args.parallelism_config.tp_size
+        faults.append(Fault(where="parallelism_config.tp_size", value=size, rule=rule, fix=fix))
     if deepspeed.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
         rule = "AutoTP divides whole models, not the stages of a pipeline"
-        fix = "leave it out and make PipelineTrainer(tensor_parallel_size=...)"
         faults.append(Fault(where="tensor_parallel.autotp_size", rule=rule, fix=fix))
+    kept_in = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    if kept_in is not None and _offload(zero, "offload_optimizer") != "none":
+        where = "data_types.grad_accum_dtype"
+        rule = "with offload_optimizer keeps gradients where those of tied weights are not summed"
+        faults.append(Fault(where=where, value=kept_in, rule=rule, fix="leave one of the two out"))
     if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
         rule = "decoder layers recompute by themselves"
         where = "pipeline.activation_checkpoint_interval"

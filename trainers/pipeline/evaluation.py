@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .micro_batches import IGNORED
+from ...ds_configs.errors import UsageError
+from .micro_batches import IGNORED, batch_faults
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,12 @@ def own_samples(
         replicas: How many share the data set.
         replica: Which one this is.
 
+    Raises:
+        UsageError: a batch lacks something, or holds what stages cannot pass on.
+
     >>> import torch
-    >>> batch = {"labels": torch.tensor([[1, 2], [3, 4]])}
+    >>> ids = torch.tensor([[1, 2], [3, 4]])
+    >>> batch = {"input_ids": ids, "labels": ids}
     >>> [kept["labels"].tolist() for kept, _ in own_samples([batch], samples=3, replicas=2, replica=1)]
     [[[1, 2], [-100, -100]]]
     """
@@ -36,6 +41,8 @@ def own_samples(
     for turn, batch in enumerate(batches):
         if held is not None:
             yield held, False
+        if faults := batch_faults(batch):
+            raise UsageError(faults)
         held = dict(batch)
         size = len(held["labels"])
         rows = rows or size

@@ -52,9 +52,12 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
     of their batch without its labels: a sample without any visible token would give attention nothing to normalise.
 
     Raises:
-        UsageError: a batch holds what stages cannot pass on.
+        UsageError: a batch holds what stages cannot pass on, or only some have positions.
     """
     faults = [fault for batch in batches for fault in batch_faults(batch)]
+    if len({"position_ids" in batch for batch in batches}) > 1:
+        rule = "must be in every micro-batch of a step or in none: stages are told once what follows"
+        faults.append(Fault(where="batch: position_ids", rule=rule, fix="add it in the collator"))
     if faults:
         raise UsageError(list(dict.fromkeys(faults)))
     samples = max(len(batch["input_ids"]) for batch in batches)

@@ -14,8 +14,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.parallelism.stages import PipelineStage
-from ...plugins.pipeline_checkpoint import save_pipeline_checkpoint
+from ...ds_configs.parallelism.stages import PipelineStage, partition_faults
+from ...plugins.pipeline_checkpoint import check_cut, save_cut, save_pipeline_checkpoint
 from ...plugins.pipeline_engine import (
     ShapeWatch,
     evaluation_engine,
@@ -25,10 +25,12 @@ from ...plugins.pipeline_engine import (
     repair_clipping,
     set_global_batch,
     summed_loss,
+    written_global_batch,
 )
 from ...plugins.pipeline_module import build_pipeline_module
 from ...plugins.transformers import deepspeed_configuration, weights_dtype
-from .checks import check_pipeline, engine_faults, global_batch_faults, stages_faults
+from ..notes import note
+from .checks import check_pipeline, configuration_in_use, engine_faults, global_batch_faults, length_faults
 from .evaluation import own_samples
 from .micro_batches import for_stages, of_one_shape, predicted_tokens, without_labels
 from .source import balanced, source_of
@@ -54,6 +56,7 @@ class PipelineTrainer(Trainer):
         tensor_parallel_size: Ranks that hold each stage together.
         dual_pipe: Whether DualPipeV runs the micro-batches; every rank then holds two stages.
         revision: Revision of a Hub id.
+        attn_implementation: Attention of a model from a checkpoint; `None` for Transformers' choice.
         **kwargs: What the Trainer takes besides: `train_dataset`, `eval_dataset`, `data_collator`,
             `processing_class`, `callbacks`, `optimizer_cls_and_kwargs`.
 
@@ -72,6 +75,7 @@ class PipelineTrainer(Trainer):
         tensor_parallel_size: int = 1,
         dual_pipe: bool = False,
         revision: str | None = None,
+        attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> None:
         whole = source_of(model, revision=revision)
@@ -88,12 +92,17 @@ class PipelineTrainer(Trainer):
         self._replicas = args.world_size // self._ranks_of_a_replica
         stages = pipeline_stages
         if isinstance(stages, int):
-            stages = balanced(whole, args, ranks, dual_pipe)
-        faults = [*stages_faults(stages, whole.config.get_text_config().num_hidden_layers), *_unsupported(kwargs)]
+            stages = balanced(whole, args, ranks, dual_pipe=dual_pipe, tensor_parallel_size=tensor_parallel_size)
+        layers = whole.config.get_text_config().num_hidden_layers
+        faults = [*partition_faults(stages, layers, dual_pipe=dual_pipe), *_unsupported(kwargs)]
         faults += engine_faults(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
         if faults:
             raise UsageError(faults)
+        self._cut = stages
+        # Before the Trainer fills in its own.
+        self._written_global_batch = written_global_batch(args.deepspeed, configuration_in_use(args))
         self._step_batches: list[Mapping[str, torch.Tensor]] = []
+        self._told_of_dropped_batches = False
         self._shapes = ShapeWatch()
         super().__init__(model=whole, args=args, **kwargs)
         self._set_signature_columns_if_needed()
@@ -103,8 +112,8 @@ class PipelineTrainer(Trainer):
             activation_checkpointing=args.gradient_checkpointing,
             tensor_parallel_size=tensor_parallel_size,
             dual_pipe=dual_pipe,
-            dynamic_shape=False,
             dtype=weights_dtype(args, method="full"),
+            attn_implementation=attn_implementation,
             revision=revision,
         )
         module.config, module.gradient_checkpointing_enable = whole.config, _already_recomputed
@@ -116,6 +125,10 @@ class PipelineTrainer(Trainer):
         return self._stages * self._tensor_ranks
 
     @property
+    def _ranks_of_a_stage(self) -> dict[str, Any]:
+        return {"tensor_parallel_size": self._tensor_ranks, "dual_pipe": self._dual_pipe}
+
+    @property
     def _replica(self) -> int:
         """Which copy of the pipeline this rank belongs to."""
         return int(self.args.process_index // self._tensor_ranks % self._replicas)
@@ -124,7 +137,7 @@ class PipelineTrainer(Trainer):
         """Let all stages of one pipeline read the same samples, and count them so."""
         super().create_accelerator_and_postprocess()
         configuration = self.accelerator.state.deepspeed_plugin.hf_ds_config
-        written = set_global_batch(configuration, replicas=self._replicas, world_size=self.args.world_size)
+        written = set_global_batch(configuration, written=self._written_global_batch, replicas=self._replicas)
         if written is not None:
             raise UsageError(global_batch_faults(self.args, written, self._replicas))
         read_own_replica(self.accelerator, replicas=self._replicas, replica=self._replica)
@@ -133,18 +146,30 @@ class PipelineTrainer(Trainer):
         """Return the samples of one optimizer step over all replicas of the pipeline."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self._replicas)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None = None
+    ) -> Any:
+        if resume_from_checkpoint is not None:
+            check_cut(Path(resume_from_checkpoint), self._cut, **self._ranks_of_a_stage)
         self.model_wrapped = self.model
         if torch.cuda.is_available():
-            # Dropout of one stage is not to repeat another's; collators draw from the CPU's generator, the same on all.
+            # Dropout of one stage is not to repeat another's. Samplers and collators draw from the CPU's generator,
+            # which stages of one replica share; workers of a loader are seeded by `read_own_replica`.
             torch.cuda.manual_seed(self.args.seed + _SEED_STRIDE * self.model.stage_id)
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         repair_clipping(self.model_wrapped)
         free_logits_early(self.model_wrapped)
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Give all micro-batches of a step one shape before any stage sees the first."""
+        if self._step_batches and not self._told_of_dropped_batches:
+            note(
+                f"{len(self._step_batches)} micro-batches at the end of the data, fewer than "
+                f"gradient_accumulation_steps = {self.args.gradient_accumulation_steps}, are not trained on, as always "
+                "with data of unknown length"
+            )
+            self._told_of_dropped_batches = True
         self._step_batches = []
         batches, tokens = super().get_batch_samples(*args, **kwargs)
         return (of_one_shape(batches) if batches else batches), tokens
@@ -199,10 +224,16 @@ class PipelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss over all predicted tokens; stages keep no logits."""
+        """Return the mean loss over all predicted tokens; stages keep no logits.
+
+        Raises:
+            UsageError: replicas share data of unknown length, or a batch is not what stages take.
+        """
+        samples = len(dataloader.dataset) if has_length(dataloader.dataset) else None
+        if faults := length_faults(samples, self._replicas):
+            raise UsageError(faults)
         engine = self._engine_for_evaluation()
         self.callback_handler.eval_dataloader = dataloader
-        samples = len(dataloader.dataset) if has_length(dataloader.dataset) else None
         at_once = max(self.args.gradient_accumulation_steps, 4 * self._stages)
         loss, tokens, group = 0.0, torch.zeros((), dtype=torch.long, device=self.args.device), []
         one = torch.ones((), device=self.args.device)
@@ -236,6 +267,8 @@ class PipelineTrainer(Trainer):
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:
                 processing.save_pretrained(directory)
+            if _internal_call:
+                save_cut(directory, self._cut, **self._ranks_of_a_stage)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -260,10 +293,7 @@ def _ranks(stages: int | tuple[PipelineStage, ...], *, dual_pipe: bool) -> int:
     """Return the ranks of one pipeline."""
     if isinstance(stages, int):
         return stages
-    if dual_pipe and len(stages) % 2:
-        rule = f"DualPipeV holds two stages on each rank, and {len(stages)} is odd"
-        raise UsageError(Fault(where="pipeline_stages", rule=rule, fix=f"nearest legal value: {len(stages) + 1}"))
-    return len(stages) // 2 if dual_pipe else len(stages)
+    return -(-len(stages) // 2) if dual_pipe else len(stages)
 
 
 def _unsupported(kwargs: Mapping[str, Any]) -> list[Fault]:

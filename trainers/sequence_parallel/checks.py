@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from ...ds_configs.errors import Fault
-from ...ds_configs.parallelism.sequence import LENGTH_DEPENDENT_ROTATIONS, sequence_parallel_faults
+from ...ds_configs.parallelism.sequence import LENGTH_DEPENDENT_ROTATIONS, UNSHAREABLE_MODELS, sequence_parallel_faults
 from ...plugins.transformers import deepspeed_configuration
 
 _COUNTED = "train_batch_size (calculated)"
@@ -32,6 +33,14 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
         rope_type=rotation(text),
     )
     name = type(inner).__name__
+    if text.model_type in UNSHAREABLE_MODELS:
+        return faults
+    if not _has_shared_attention(inner):
+        rule = "computes attention past the registry of Transformers, where heads are exchanged"
+        faults.append(Fault(where="model", value=name, rule=rule, fix="use sequence_parallel_size = 1"))
+    if any(hasattr(module, "sinks") for module in inner.modules()):
+        rule = "adds attention sinks of each head, which an exchange of heads leaves on other ranks"
+        faults.append(Fault(where="model", value=name, rule=rule, fix="use sequence_parallel_size = 1"))
     if not _loses_on_shifted_labels(inner):
         rule = "must be a causal language model whose loss takes shift_labels"
         faults.append(Fault(where="model", value=name, rule=rule, fix="use an AutoModelForCausalLM model"))
@@ -64,13 +73,28 @@ def argument_faults(arguments: Any, *, size: int) -> list[Fault]:
     for name, (value, rule, fix) in refused.items():
         if getattr(arguments, name, None) == value:
             faults.append(Fault(where=f"training arguments: {name}", value=value, rule=rule, fix=fix))
-    if arguments.accelerator_config.split_batches:
-        rule = "splits a batch over ranks that read the same one"
-        faults.append(Fault(where="accelerator_config.split_batches", value=True, rule=rule, fix="leave it out"))
+    faults += reading_faults(arguments)
     configuration = deepspeed_configuration(arguments)
     if configuration is not None:
         faults += _section_faults(configuration, arguments, size)
     return faults + parallelism_faults(arguments, {"sp": size, "cp": 1, "tp": 1})
+
+
+def reading_faults(arguments: Any) -> list[Fault]:
+    """Return what in `TrainingArguments` contradicts that ranks read the same batches and compute on parts of them."""
+    faults = []
+    refused = {
+        "split_batches": "splits a batch over ranks that read the same one",
+        "dispatch_batches": "gives every rank a batch of its own from the first, and ranks of a sequence share one",
+    }
+    for name, rule in refused.items():
+        if getattr(arguments.accelerator_config, name, None):
+            faults.append(Fault(where=f"accelerator_config.{name}", value=True, rule=rule, fix="leave it out"))
+    noise = getattr(arguments, "neftune_noise_alpha", None)
+    if noise is not None:
+        rule = "scales noise by the length of what a rank embeds, which is a part of the sequence"
+        faults.append(Fault(where="neftune_noise_alpha", value=noise, rule=rule, fix="leave it out"))
+    return faults
 
 
 def _section_faults(configuration: dict[str, Any], arguments: Any, size: int) -> list[Fault]:
@@ -83,6 +107,10 @@ def _section_faults(configuration: dict[str, Any], arguments: Any, size: int) ->
     if tensor > 1:
         rule = "does not combine with sequence parallelism"
         faults.append(Fault(where="tensor_parallel.autotp_size", value=tensor, rule=rule, fix="leave the section out"))
+    zero = configuration.get("zero_optimization") or {}
+    if zero.get("stage", 0) == 3 and zero.get("reduce_scatter", True) is False:
+        rule = "adds gradients of some parameters over a sequence and averages those of others (deepspeed 0.19.8)"
+        faults.append(Fault(where="zero_optimization.reduce_scatter", value=False, rule=rule, fix="leave the key out"))
     total = configuration.get("train_batch_size", "auto")
     right = train_batch_size(arguments, size=size)
     # TrainingArguments has put the product with all ranks in the place of "auto".
@@ -149,6 +177,16 @@ def _has_equal_head_widths(text: Any) -> bool:
         return True
     keys = (getattr(text, "qk_nope_head_dim", None) or 0) + (getattr(text, "qk_rope_head_dim", None) or 0)
     return bool(values == (keys or getattr(text, "head_dim", values)))
+
+
+def _has_shared_attention(inner: Any) -> bool:
+    """Whether the code of a model looks its attention up where DeepSpeed puts its own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    files = {type(module).__module__ for module in inner.modules()}
+    registries = [getattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS", None) for file in files]
+    found = [registry for registry in registries if registry is not None]
+    return bool(found) and all(registry is ALL_ATTENTION_FUNCTIONS for registry in found)
 
 
 def _loses_on_shifted_labels(inner: Any) -> bool:

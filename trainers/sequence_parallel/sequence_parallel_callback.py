@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
 
 from ...ds_configs.errors import Fault, UsageError
-from ...plugins.tiled_compute import share_tiled_mlps, tile_mlps
+from ...plugins.tiled_compute import share_tiled_mlps, tile_mlps, untile_mlps
 from ...plugins.ulysses import SharedSequence, forget_sequence_parallelism
 from .checks import accept_train_batch_size, argument_faults, base_model, model_faults
 from .tiling import TiledLoss, tile_count, tiling_faults
 from .trainer_methods import LossReduction, SequenceParallelMethods, SequenceParallelRun
+
+_LOGIT_HOOKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The hook that `attach` put on each model."""
 
 
 class SequenceParallelCallback(TrainerCallback):
@@ -19,7 +23,9 @@ class SequenceParallelCallback(TrainerCallback):
 
     Each rank holds a part of every sequence, and within attention a part of the heads instead (DeepSpeed Ulysses,
     arXiv 2309.14509, in the form of arXiv 2506.13996). Loss, gradients, clipping and evaluation are those of one
-    process with the same global batch: the loss is the mean over the labelled tokens of the whole optimizer step.
+    process with the same global batch: the loss is the mean over the labelled tokens of the whole optimizer step. A
+    mixture's load-balancing loss (`output_router_logits`) is that of each shard, weighed by its labelled tokens, and
+    not that of whole sequences.
 
     Args:
         sequence_parallel_size: Ranks that share a sequence; consecutive ranks do.
@@ -121,6 +127,7 @@ class SequenceParallelCallback(TrainerCallback):
 
     def _tile(self, trainer: Any, run: SequenceParallelRun | None) -> None:
         model = base_model(trainer.model)
+        untile_mlps(model)
         if self.tiled_mlp:
             tile_mlps(model, tile_count(self.tiled_mlp))
         if self.tiled_loss and run is not None:
@@ -162,6 +169,8 @@ def _take_over(trainer: Any, run: SequenceParallelRun) -> None:
 
     shared, accelerator = run.shared, trainer.accelerator
     own = type(trainer)
+    # Streams would be dispatched from the first rank, which Accelerate cannot do for ranks that share a batch.
+    accelerator.dataloader_config.dispatch_batches = False
     # A Trainer with sequence parallelism of its own would wrap the data loader and replace the loss.
     accelerator.state.parallelism_config = _hidden(accelerator.parallelism_config)
     # Accelerate reads the same batches on all ranks of this dimension.
@@ -170,8 +179,11 @@ def _take_over(trainer: Any, run: SequenceParallelRun) -> None:
     trainer.model_accepts_loss_kwargs = True
     trainer.sequence_parallel = run
     trainer.__class__ = type(own.__name__, (SequenceParallelMethods, own), {"__module__": own.__module__})
+    earlier = _LOGIT_HOOKS.pop(trainer.model, None)
+    if earlier is not None:
+        earlier.remove()
     if run.extends_logits:
-        trainer.model.register_forward_hook(_one_more_logit(shared))
+        _LOGIT_HOOKS[trainer.model] = trainer.model.register_forward_hook(_one_more_logit(shared))
 
 
 def _hidden(config: Any) -> Any:

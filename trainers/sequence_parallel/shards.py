@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
 
 
+_FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Borders of documents in a whole row, as flash kernels take them; they derive the same from positions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """One rank's part of a batch."""
@@ -66,19 +70,32 @@ def labelled_tokens(batches: Sequence[Mapping[str, Any]]) -> torch.Tensor | None
     return torch.stack(counts).sum() if counts and len(counts) == len(found) else None
 
 
+def example_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor that tells how many samples and tokens a batch has: [B, S] or [B, S, hidden]."""
+    example: torch.Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    return example
+
+
 def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 0) -> Shard:
     """Return the part of a batch that belongs to `rank`, padded on the right to a multiple of `ranks`.
 
     Tensors [B, S, ...] are cut along the sequence; others stay whole. The mask is left out: attention is causal, and
-    padding on the right is behind every token.
+    padding on the right is behind every token. So are borders of documents for flash kernels: positions tell them.
+
+    Raises:
+        UsageError: borders of documents come without positions.
     """
     import torch
 
-    example = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+    if any(name in batch for name in _FLASH_BOUNDARIES) and batch.get(POSITION_IDS) is None:
+        rule = "count tokens of whole rows, and shards find documents in position_ids alone"
+        raise UsageError(Fault(where="cu_seq_lens", rule=rule, fix="let the collator return position_ids"))
+    example = example_of(batch)
     samples, tokens = example.shape[:2]
     length = -(-tokens // ranks)
     extra = length * ranks - tokens
-    whole = {name: value for name, value in batch.items() if name not in (LABELS, SHIFT_LABELS, ATTENTION_MASK)}
+    left_out = (LABELS, SHIFT_LABELS, ATTENTION_MASK, *_FLASH_BOUNDARIES)
+    whole = {name: value for name, value in batch.items() if name not in left_out}
     if whole.get(POSITION_IDS) is None:
         whole[POSITION_IDS] = torch.arange(tokens, device=example.device).expand(samples, -1)
     labels_BS = shifted_labels(batch)

@@ -38,9 +38,13 @@ def tiling_faults(
     if tiled_loss and size == 1:
         rule = "computes the loss of a shard, and sequences are not shared"
         faults.append(Fault(where="tiled_loss", value=tiled_loss, rule=rule, fix="use sequence_parallel_size > 1"))
-    if tiled_loss and getattr(arguments, "use_liger_kernel", False):
-        rule = "and use_liger_kernel both replace the loss"
-        faults.append(Fault(where="tiled_loss", value=tiled_loss, rule=rule, fix="choose one of them"))
+    if getattr(arguments, "use_liger_kernel", False):
+        replaced = {"tiled_mlp": (tiled_mlp, "MLPs"), "tiled_loss": (tiled_loss, "the loss")}
+        faults += [
+            Fault(where=name, value=value, rule=f"and use_liger_kernel both replace {what}", fix="choose one of them")
+            for name, (value, what) in replaced.items()
+            if value
+        ]
     if tiled_loss and arguments.label_smoothing_factor:
         rule = "computes the model's own loss, and label smoothing needs its logits"
         faults.append(Fault(where="tiled_loss", value=tiled_loss, rule=rule, fix="set label_smoothing_factor to 0"))

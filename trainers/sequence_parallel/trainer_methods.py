@@ -14,7 +14,17 @@ from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.parallelism.sequence import attention_faults, sample_faults
 from ...plugins.ulysses import SharedSequence
 from ...plugins.whole_sequence import gradients_are_added_over_a_sequence
-from .shards import LABELS, SHIFT_LABELS, Shard, cut, joined, labelled_tokens, mask_dimensions, padding_and_packing
+from .shards import (
+    LABELS,
+    SHIFT_LABELS,
+    Shard,
+    cut,
+    example_of,
+    joined,
+    labelled_tokens,
+    mask_dimensions,
+    padding_and_packing,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +46,8 @@ class SequenceParallelRun:
     """Whether a loss other than the model's is computed from its logits."""
     tiled_loss: Any = None
     """Computes the model's loss from the input of its head; `None` for the model's own way."""
+    is_connected: bool = False
+    """Whether a forward pass has shown that attention exchanges heads in every layer."""
     keeps_logits: bool = False
     """Whether somebody reads the logits of the evaluation that goes on."""
     whole_tokens: int = 0
@@ -101,6 +113,9 @@ class SequenceParallelMethods:
         else:
             own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=run.extends_logits)}
             result = super().compute_loss(model, shard.inputs | own, return_outputs=return_outputs)  # type: ignore[misc]
+        if not run.is_connected:
+            run.shared.check_exchanges(self.model)  # type: ignore[attr-defined]
+            run.is_connected = True
         loss, outputs = result if isinstance(result, tuple) else (result, None)
         loss = self._share(loss, shard.labelled, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -179,7 +194,7 @@ def _check_samples(batches: list[Any], attention: str) -> None:
     faults = attention_faults(attention=attention, mask_dimensions=mask_dimensions(batches))
     if not faults:
         left_padded, packed = padding_and_packing(batches)
-        samples = max((len(batch["input_ids"]) for batch in batches if "input_ids" in batch), default=1)
+        samples = max((len(example_of(batch)) for batch in batches), default=1)
         faults = sample_faults(left_padded=left_padded, packed=packed, attention=attention, samples=samples)
     if faults:
         raise UsageError(faults)

@@ -16,11 +16,13 @@ from ...plugins.auto_tp import (
     gather_vocabulary,
     keep_whole_attention,
     layers_without_rule,
+    seed_workers_by_group,
     tensor_parallel_section,
     unpartitioned_layers,
 )
 from ...plugins.tensor_parallel_batches import GroupsOnce
 from ...plugins.transformers import deepspeed_configuration
+from ..sequence_parallel.checks import accept_train_batch_size, train_batch_size
 from .checks import layout_faults, section_faults, trainer_faults
 
 _WHERE = "tensor_parallel_size"
@@ -88,6 +90,7 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(faults)
         assert configuration is not None, "a missing configuration is a fault"
         self._write_section(configuration, model, training_arguments)
+        _accept_train_batch_size(configuration, training_arguments, self.tensor_parallel_size)
         self._prepared = training_arguments
 
     def _sizes(self, text: Any) -> dict[str, int]:
@@ -137,6 +140,7 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(faults)
         # Dispatching from the first rank would give every group the same batch.
         trainer.accelerator.dataloader_config.dispatch_batches = False
+        seed_workers_by_group(trainer, self.tensor_parallel_size)
         once = GroupsOnce(trainer.accelerator)
         trainer.accelerator.gather_for_metrics = once
         trainer.gather_function = once
@@ -157,17 +161,29 @@ class TensorParallelCallback(TrainerCallback):
         faults = unpartitioned_layers(self._trainer.model, self.tensor_parallel_size)
         if faults:
             raise UsageError(faults)
-        align_random_state()
+        align_random_state(args.device)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Shuffle alike within a group, whatever one rank drew besides."""
         if self.tensor_parallel_size > 1:
-            align_random_state()
+            align_random_state(args.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the same dropout masks within a group, whatever one rank drew while saving or evaluating."""
         if self.tensor_parallel_size > 1:
-            align_random_state()
+            align_random_state(args.device)
+
+
+def _accept_train_batch_size(configuration: dict[str, Any], training_arguments: Any, size: int) -> None:
+    """Let a DeepSpeed section name its true `train_batch_size`, and hand on the one that DeepSpeed expects.
+
+    Its engine (deepspeed 0.19.8, runtime/config.py) multiplies by all ranks, as Transformers does.
+    """
+    if isinstance(configuration.get("train_batch_size"), int):
+        true = train_batch_size(training_arguments, size=size)
+        accept_train_batch_size(training_arguments, size=size)
+        if configuration["train_batch_size"] == true:
+            configuration["train_batch_size"] = true * size
 
 
 def _expert_parallel_size(configuration: dict[str, Any] | None) -> int:
