@@ -7,17 +7,21 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.hardware import HardwareSpec
 from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch
+from ..ds_configs.model import ModelSpec
 from ..ds_configs.plan import Plan, PlanDoesNotFitError
 from ..ds_configs.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
 from ..ds_configs.teacher_placement import TeacherPlacementChoice
 from .settings import PlanSettings, ResolvedSettings, job_from_settings, resolve_settings
+
+if TYPE_CHECKING:
+    from .tensor_layouts import ComparedLayouts
 
 
 def plan_command(
@@ -77,7 +81,8 @@ def plan_command(
     micro_batch_size
         Sequences of one forward pass on one rank, or auto. Default auto.
     global_batch_size
-        Sequences of one optimizer step over all ranks. Default: one micro-batch on each rank.
+        Sequences of one optimizer step over all ranks. Default: one micro-batch on each rank, in a
+        pipeline as many as fill its stages.
     num_processes
         Accelerators, when the hardware names only their kind.
     precision
@@ -145,17 +150,17 @@ def plan_command(
     try:
         plan = _make_plan(model, settings.values, calibration=calibration)
     except PlanDoesNotFitError as error:
+        layouts = _layouts(error.model, error.hardware, error.job) if explain_tensor_parallel else None
         if as_json:
-            print(json.dumps(_does_not_fit(error), indent=2))
+            found = _does_not_fit(error) | ({} if layouts is None else {"tensor_layouts": layouts.to_dict()})
+            print(json.dumps(found, indent=2))
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
             return error.exit_code
+        if layouts is not None:
+            layouts.show()
         raise
-    layouts = None
-    if explain_tensor_parallel:
-        from .tensor_layouts import compared_layouts
-
-        layouts = compared_layouts(plan.model, plan.hardware, plan.job)
+    layouts = _layouts(plan.model, plan.hardware, plan.job) if explain_tensor_parallel else None
     written = [] if output_dir is None or dry_run else plan.write(output_dir, force=force)
     if as_json:
         shown = plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}
@@ -173,6 +178,16 @@ def plan_command(
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
+
+
+def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> ComparedLayouts | None:
+    """Return the compared layouts of tensor parallelism; `None`, with a note, for mixtures of experts."""
+    from .tensor_layouts import compared_layouts
+
+    if model.dimensions.num_experts:
+        _note(f"--explain-tensor-parallel compares dense layers, and {model.architecture} has experts")
+        return None
+    return compared_layouts(model, hardware, job)
 
 
 def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan:

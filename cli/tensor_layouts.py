@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..ds_configs.errors import Fault
 from ..ds_configs.hardware import HardwareSpec
 from ..ds_configs.job import TrainingJob
 from ..ds_configs.model import ModelSpec
+from ..ds_configs.parallelism.tensor import tensor_parallel_faults
 from ..ds_configs.parallelism.tensor_layouts import (
     TensorLayout,
     compare_tensor_layouts,
@@ -27,15 +29,22 @@ class ComparedLayouts:
     first_ranks: int | None
     """Smallest number of ranks at which another layout communicates faster than 1D; `None` when none does."""
     reason: str
-    """The sentence that says so."""
+    """The sentence that says so, with the largest size that a plan may have."""
+    legal_ranks: frozenset[int]
+    """Numbers of ranks at which the planner takes 1D, which AutoTP then runs."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
         return {
-            "layouts": [asdict(layout) | {"analysis_only": layout.analysis_only} for layout in self.layouts],
+            "layouts": [asdict(layout) | {"analysis_only": layout.analysis_only, "label": self._label(layout)} for layout in self.layouts],
             "one_dimension_stops_paying_at_ranks": self.first_ranks,
             "reason": self.reason,
         }
+
+    def _label(self, layout: TensorLayout) -> str:
+        if layout.analysis_only:
+            return "analysis only"
+        return "AutoTP" if layout.ranks in self.legal_ranks else "not planned here"
 
     def show(self) -> None:
         """Print the comparison as a table."""
@@ -62,7 +71,7 @@ class ComparedLayouts:
                 f"{layout.activation_bytes / 1e6:.1f}",
                 f"{layout.communication_bytes / 1e6:.1f}",
                 f"{layout.communication_seconds * 1e3:.2f}",
-                "analysis only" if layout.analysis_only else "AutoTP",
+                self._label(layout),
             )
         out.print()
         out.print(table)
@@ -73,4 +82,24 @@ def compared_layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob)
     """Return the layouts of tensor parallelism at 4, 8, 16 and 64 ranks, on these links."""
     layouts = tuple(layout for ranks in _RANKS for layout in compare_tensor_layouts(model, hardware, job, ranks))
     first, reason = where_one_dimension_stops_paying(model, hardware, job)
-    return ComparedLayouts(layouts=layouts, first_ranks=first, reason=reason)
+    legal = [ranks for ranks in range(2, hardware.gpus_per_node + 1) if not _faults(model, hardware, job, ranks)]
+    shown = f"AutoTP divides it over up to {legal[-1]} ranks here" if legal else "AutoTP does not divide it here"
+    return ComparedLayouts(
+        layouts=layouts, first_ranks=first, reason=f"{reason}; {shown}", legal_ranks=frozenset(legal)
+    )
+
+
+def _faults(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, ranks: int) -> list[Fault]:
+    sizes = model.dimensions
+    return tensor_parallel_faults(
+        tensor_parallel_size=ranks,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        intermediate_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+        model_type=model.model_type,
+        num_experts=sizes.num_experts,
+        world_size=hardware.world_size,
+        ranks_per_node=hardware.gpus_per_node,
+        method=job.method,
+    )

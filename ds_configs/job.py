@@ -97,7 +97,8 @@ class TrainingJob:
     micro_batch_size: int | None = None
     """Sequences of one forward pass on one rank; `None` lets the planner choose."""
     global_batch_size: int | None = None
-    """Sequences of one optimizer step over all ranks; `None` means one micro-batch on each rank."""
+    """Sequences of one optimizer step over all ranks; `None` means one micro-batch on each rank,
+    and in a pipeline as many as fill its stages."""
     precision: Precision = "bf16"
     """Compute precision; bf16 and fp16 keep fp32 master weights."""
     optimizer: str = "adamw_torch_fused"
@@ -121,7 +122,11 @@ class TrainingJob:
     teacher_placement: TeacherPlacementChoice = "auto"
     """Where the teacher lives; unused without one."""
     tensor_parallel_size: int | None = None
-    """Ranks that share each layer (AutoTP); `None` lets the planner choose, 1 means none."""
+    """Ranks that share each layer (AutoTP); `None` lets the planner choose, 1 means none.
+
+    Once a size of any of these axes is above 1, the planner leaves the open ones at 1; only beside fixed tensor
+    parallelism it still chooses pipeline stages, and beside these tensor parallelism.
+    """
     pipeline_parallel_size: int | None = None
     """Pipeline stages; `None` lets the planner choose, 1 means none."""
     sequence_parallel_size: int | None = None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from .buffers import default_zero_options
 from .communication import communication_seconds
 from .hardware import HardwareSpec
-from .job import TrainingJob
+from .job import StrategyName, TrainingJob
 from .model import ModelSpec
 from .model_states import rank_parameters
 from .parallelism.axis_levels import axes_to_try, fixes_axes, names_for_axes, with_axes
@@ -41,7 +41,7 @@ def candidate_levels(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob)
     for offload in _offload_names(job, hardware, explicit=explicit):
         tier = [] if fixes_axes(job) else [_build(name, offload, model, hardware, job) for name in names]
         for axes in axes_to_try(model, hardware, job, offload):
-            wanted = [name for name in names_for_axes(job, axes) if not _is_quantized(job) or name in _QUANTIZING]
+            wanted = _quantizing(names_for_axes(job, axes), job)
             bases = [_build(name, offload, model, hardware, replace(job, strategy=name)) for name in wanted]
             tier += [with_axes(base, axes, hardware) for base in bases if base is not None]
         legal_shape = [_with_quantization(strategy, job) for strategy in tier if strategy is not None]
@@ -67,6 +67,19 @@ _QUANTIZING = ("zero3", "zero3-hpz")
 
 def _is_quantized(job: TrainingJob) -> bool:
     return job.zero_quantized_weights or job.zero_quantized_gradients
+
+
+def _quantizing(names: tuple[StrategyName, ...], job: TrainingJob) -> tuple[StrategyName, ...]:
+    """Return those of the engines that can quantize, if that is wanted.
+
+    Where none of them can and the user fixed a size, one is returned all the same, so that its rules say why.
+    """
+    if not _is_quantized(job):
+        return names
+    able = tuple(name for name in names if name in _QUANTIZING)
+    if able or not fixes_axes(job):
+        return able
+    return ("zero3",) if job.strategy == "auto" else (job.strategy,)
 
 
 def _names(job: TrainingJob) -> tuple[str, ...]:

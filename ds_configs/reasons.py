@@ -153,14 +153,23 @@ def _preference(strategy: Strategy, job: TrainingJob, skipped: int, cost: StepCo
         return "enough for one accelerator"
     if strategy.offload_optimizer != "none" and job.offload != "auto":
         return "the first layout that fits with the offload you asked for"
+    sizes = " with the sizes you asked for" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
     if strategy.offload_optimizer != "none":
-        return "the first layout that fits; without offload none does"
+        return f"the first layout that fits; without offload none does{sizes}"
     if strategy.axes or cost.lost_seconds >= _NOTHING_LOST:
-        sizes = " with the sizes you asked for" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
-        return f"the layout that loses least of a step among those that fit{sizes}"
+        return f"the layout that loses least of a step among those that fit{sizes}{_of_batch(strategy, job, sizes)}"
     if skipped == 0:
         return "the simplest layout, and none communicates less"
     return "the simplest of the layouts that fit and communicate least"
+
+
+def _of_batch(strategy: Strategy, job: TrainingJob, sizes: str) -> str:
+    """Say that data parallelism alone was illegal, where the batch is too small for it."""
+    batch, ranks = job.global_batch_size, strategy.world_size
+    if batch is None or sizes or not strategy.axes or batch % ((job.micro_batch_size or 1) * ranks) == 0:
+        return ""
+    shown = f" in micro-batches of {job.micro_batch_size}" if (job.micro_batch_size or 1) > 1 else ""
+    return f"; data parallelism alone cannot divide a global batch of {batch} over {ranks} ranks{shown}"
 
 
 def rejected_reason(

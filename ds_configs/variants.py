@@ -14,7 +14,7 @@ from .job import TrainingJob
 from .levels import lean_variant
 from .memory import MemoryEstimate, estimate_memory
 from .model import ModelSpec
-from .parallelism.step_cost import MICRO_BATCH_TOKENS, pipeline_micro_batches
+from .parallelism.step_cost import MICRO_BATCH_TOKENS, filling_micro_batch_sizes, pipeline_micro_batches
 from .rules import legality_faults
 from .strategy import Strategy
 from .tensor_terms import ActivationSource
@@ -98,8 +98,9 @@ def _evaluate(
 def micro_batches(level: Strategy, job: TrainingJob) -> list[tuple[int, int]]:
     """Return the micro-batch sizes to try with their accumulation steps, smallest first.
 
-    With a global batch the product must meet it; without, one micro-batch makes a step, or in a pipeline as many as
-    fill its stages (`pipeline_micro_batches`), each small, since it is their number that keeps stages busy.
+    With a global batch the product must meet it, and in a pipeline the sizes leave enough micro-batches to fill its
+    stages (`filling_micro_batch_sizes`). Without, one micro-batch makes a step, or in a pipeline as many as fill its
+    stages (`pipeline_micro_batches`), each small, since it is their number that keeps stages busy.
     """
     ranks = level.data_parallel_size
     useful = MICRO_BATCH_TOKENS if level.pp > 1 else USEFUL_TOKENS * level.sp * level.cp
@@ -113,6 +114,8 @@ def micro_batches(level: Strategy, job: TrainingJob) -> list[tuple[int, int]]:
     if job.micro_batch_size is not None:
         return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
     most = max(1, min(per_rank, useful // job.seq_len_tokens))
+    if level.pp > 1:
+        return [(size, per_rank // size) for size in filling_micro_batch_sizes(per_rank, most, level.pp)]
     return [(size, per_rank // size) for size in range(1, most + 1) if per_rank % size == 0]
 
 

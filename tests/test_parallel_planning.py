@@ -16,14 +16,15 @@ from planning import MODELS, llama, public_model
 from shardwright.ds_configs.hardware import parse_hardware
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.parallelism import collectives
-from shardwright.ds_configs.parallelism.stages import balanced_stages
-from shardwright.ds_configs.parallelism.step_cost import step_cost, training_flops_per_token
+from shardwright.ds_configs.parallelism.pipeline_stages import pipeline_stages
+from shardwright.ds_configs.parallelism.step_cost import data_parallel_seconds, step_cost, training_flops_per_token
 from shardwright.ds_configs.plan import make_plan
 from shardwright.ds_configs.plan_json import plan_from_dict, plan_to_dict
 from shardwright.ds_configs.reasons import display_name
 from shardwright.ds_configs.render import render_files
 from shardwright.ds_configs.search import search
 from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.variants import micro_batches
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
@@ -107,16 +108,6 @@ def test_expert_parallel_volume_is_that_of_four_all_to_alls_of_routed_tokens(ep)
     assert found == pytest.approx(counted)
 
 
-@given(layers=st.integers(2, 40), stages=st.integers(2, 8), head=st.floats(0, 6))
-def test_slowest_stage_is_that_of_the_best_contiguous_partition(layers, stages, head):
-    if stages > layers:
-        return
-    parts = balanced_stages([1.0] * layers, head_cost=head, stages=stages)
-    slowest = max(part.num_layers + (head if part.has_head else 0) for part in parts)
-    found = collectives.slowest_stage(layers=layers, stages=stages, head_layers=head)
-    assert found == pytest.approx(slowest * stages / (layers + head))
-
-
 def one_f_one_b_seconds(stages: int, micro_batches: int, forward: float, backward: float) -> float:
     """The end of a 1F1B step, each stage doing its work in order as soon as what it needs has come."""
     orders = []
@@ -153,6 +144,51 @@ def test_bubble_is_that_of_a_replayed_schedule(stages, micro_batches):
     each = cost.compute_seconds / micro_batches
     replayed = one_f_one_b_seconds(stages, micro_batches, each / 3, 2 * each / 3)
     assert cost.compute_seconds + cost.bubble_seconds == pytest.approx(replayed, rel=2e-3)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_slowest_stage_of_a_pipeline_divides_its_layers_and_computes_the_whole_head(tp):
+    cluster = replace(parse_hardware(f"{4 * tp}xA100-80GB"), link_bytes_per_s=1e30, gpus_per_node=4 * tp)
+    job = TrainingJob(seq_len_tokens=512, micro_batch_size=1, global_batch_size=16)
+    cost = step_cost(Strategy(engine="deepspeed", zero_stage=1, pp=4, tp=tp), LLAMA_8B, cluster, job)
+    layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 2 * 512 * 4096
+    stages = pipeline_stages(LLAMA_8B, job, 4, tensor_parallel_size=tp)
+    counts = [stage.num_layers for stage in stages]
+    slowest = max(max(counts) * layer / tp, counts[-1] * layer / tp + 2 * 4096 * 128256)
+    replayed = (16 + 3) * 3 * 512 * slowest / (cluster.flops_per_s * 0.5)
+    assert cost.compute_seconds + cost.bubble_seconds == pytest.approx(replayed, rel=1e-3)
+
+
+def test_a_pipeline_of_a_fixed_batch_takes_micro_batches_that_fill_its_stages():
+    cluster, layout = parse_hardware("4xA100-80GB"), Strategy(engine="deepspeed", zero_stage=1, pp=4)
+    job = TrainingJob(seq_len_tokens=512, global_batch_size=32)
+    assert micro_batches(layout, job) == [(1, 32), (2, 16)]
+    assert step_cost(layout, LLAMA_8B, cluster, job).micro_batches == 16
+    few = replace(job, global_batch_size=8)
+    assert micro_batches(layout, few) == [(1, 8)]
+    assert step_cost(layout, LLAMA_8B, cluster, few).micro_batches == 8
+    lost = {
+        size: step_cost(layout, LLAMA_8B, cluster, replace(job, micro_batch_size=size)).lost_seconds
+        for size in (2, 8)
+    }
+    assert step_cost(layout, LLAMA_8B, cluster, job).lost_seconds == lost[2] < lost[8] / 3
+
+
+def test_a_divided_head_gathers_its_logits_and_reduces_the_gradient_of_its_input():
+    sizes = {"tp": 4, "tokens": 100, "hidden_size": 64, "layers": 2, "element_bytes": 2}
+    gathered = sum(100 * 1000 / 4 * 2 for peer in range(4) if peer != 0)
+    reduced = ring_all_reduce_bytes(4, 100 * 64 * 2)
+    more = collectives.tensor_parallel_bytes(**sizes, vocab_size=1000) - collectives.tensor_parallel_bytes(**sizes)
+    assert more == pytest.approx(gathered + reduced)
+
+
+@pytest.mark.parametrize(("stage", "widths"), [(0, (4, 4)), (1, (4, 2)), (2, (4, 2)), (3, (4, 4))])
+def test_sequence_parallelism_reduces_gradients_in_fp32(stage, widths):
+    """Bytes of an element in the reduction, and in what is gathered (ZeRO-3: twice 16 bit)."""
+    cluster, job = parse_hardware("8xA100-80GB"), TrainingJob()
+    base = replace(ZERO1, zero_stage=stage, dp_shard=1 if stage == 0 else 4, dp_replicate=4 if stage == 0 else 1, sp=2)
+    found = sum(data_parallel_seconds(base, LLAMA_8B, cluster, job))
+    assert found == pytest.approx(sum(widths) * 7 / 8 * LLAMA_8B.parameter_count / cluster.link_bytes_per_s)
 
 
 def test_training_flops_are_those_of_matrices_and_causal_attention():
@@ -491,6 +527,9 @@ def test_group_bandwidths_follow_where_members_lie():
         (2, 16): network,
     }.items():
         assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == expected
+    three = parse_hardware("3x8xH100-80GB")
+    assert collectives.group_bytes_per_s(three, ranks=6) == min(link, 2 * network), "ranks 6 to 11 lie as 2 and 4"
+    assert collectives.group_bytes_per_s(parse_hardware("8xH100-80GB"), ranks=6) == link
     for ranks, stride in product((1, 2, 4), (1, 2)):
         assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == link
 

@@ -37,6 +37,12 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
             {"model": MIXTRAL, "expert_parallel_size": 16, "hardware": "2x8xH200"},
             "ep = 16: must divide the experts (8 % 16 = 8); nearest legal values: 8",
         ),
+        (
+            {"model": MIXTRAL, "expert_parallel_size": 16, "hardware": "8xH100-80GB"},
+            "ep = 16: must divide the data-parallel ranks (8 % 16 = 8); nearest legal values: 8",
+        ),
+        ({"model": MIXTRAL, "expert_parallel_size": 2, "method": "qlora"}, "ep = 2: does not go with qlora"),
+        ({"model": MIXTRAL, "expert_parallel_size": 2, "strategy": "zero0"}, "trains experts in fp32 only"),
         ({"pipeline_parallel_size": 8}, "the model has 4; nearest legal value: 4"),
         (
             {"tensor_parallel_size": 8, "hardware": "8xH100-80GB"},

@@ -14,14 +14,18 @@ from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.parallelism.context import context_parallel_faults
 from shardwright.ds_configs.parallelism.sequence import sample_faults, sequence_parallel_faults
 from shardwright.plugins import ring_attention_cpu
-from shardwright.plugins.tiled_compute import tile_mlps, tiled_cross_entropy
+from shardwright.plugins.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
 from shardwright.trainers.sequence_parallel.checks import (
     accept_train_batch_size,
     argument_faults,
     model_faults,
     train_batch_size,
 )
-from shardwright.trainers.sequence_parallel.context_parallel import ContextParallelCollator, prepare_context_parallel
+from shardwright.trainers.sequence_parallel.context_parallel import (
+    ContextParallelCollator,
+    check_context_parallel_trainer,
+    prepare_context_parallel,
+)
 from shardwright.trainers.sequence_parallel.sequence_parallel_callback import SequenceParallelCallback
 from shardwright.trainers.sequence_parallel.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
 from shardwright.trainers.sequence_parallel.tiling import tiling_faults
@@ -64,10 +68,19 @@ def tiny(**changes: Any) -> Any:
         ({"num_attention_heads": 24, "num_key_value_heads": 6}, "sp", "(6 % 4 = 2); nearest legal values: 3, 6"),
         ({"seq_len_tokens": 66}, "seq_len", "must be a multiple of sp (66 % 4 = 2); nearest legal values: 64 or 68"),
         ({"attention": "eager"}, "attn_implementation", "attn_implementation='sdpa'"),
+        (
+            {"attention": "eager", "offered_attention": ["flash_attention_2"]},
+            "attn_implementation",
+            "='flash_attention_2'",
+        ),
+        ({"attention": "eager", "offered_attention": []}, "attn_implementation", "use another model"),
         ({"attention": "flex_attention"}, "attn_implementation", "without a mask"),
         ({"mask_dimensions": 4}, "attention_mask", "more than 2 dimensions"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "sp", "layers linear_attention carry a state"),
         ({"model_type": "mamba2"}, "sp", "layers of mamba2 carry a state"),
+        ({"model_type": "doge"}, "sp", "doge computes attention past the registry"),
+        ({"model_type": "gpt2"}, "sp", "gpt2 declares no loss that takes shift_labels"),
+        ({"model_type": "gpt_oss"}, "sp", "gpt_oss adds attention sinks"),
         ({"attention_window_tokens": 32}, "attn_implementation", "use flash_attention_2, or sequences up to 32 tokens"),
         ({"layer_types": ["chunked_attention"], "attention": "flash_attention_2"}, "attn_implementation", "use sp = 1"),
         ({"has_equal_head_widths": False}, "sp", "keys wider than values"),
@@ -186,6 +199,14 @@ def _dynamic() -> dict[str, Any]:
     return {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
+def stage3_without_reduce_scatter() -> Any:
+    return SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
+
+
+def sizes_of(*, sp: int = 1, cp: int = 1, **more: Any) -> Any:
+    return SimpleNamespace(sp_size=sp, cp_size=cp, tp_size=1, **more)
+
+
 def arguments(**changes: Any) -> Any:
     given: dict[str, Any] = {
         "per_device_train_batch_size": 2,
@@ -208,6 +229,17 @@ def arguments(**changes: Any) -> Any:
         ({"eval_use_gather_object": True}, "gathers from every rank"),
         ({"predict_with_generate": True}, "call model.generate"),
         ({"accelerator_config": SimpleNamespace(split_batches=True)}, "splits a batch"),
+        ({"accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=True)}, "from the first"),
+        ({"neftune_noise_alpha": 5.0}, "scales noise by the length"),
+        (
+            {"deepspeed_plugin": stage3_without_reduce_scatter()},
+            "adds gradients of some parameters over a sequence and averages those of others",
+        ),
+        ({"parallelism_config": sizes_of(sp=2, dp_replicate_size=2)}, "dp_replicate_size = 2"),
+        (
+            {"parallelism_config": sizes_of(sp=2, sp_handler=SimpleNamespace(sp_seq_length_is_variable=False))},
+            "fix the",
+        ),
         ({"deepspeed_plugin": SimpleNamespace(deepspeed_config={"train_batch_size": 24})}, "write 12 or 'auto'"),
         ({"deepspeed_plugin": SimpleNamespace(deepspeed_config={"sequence_parallel_size": 4})}, "contradicts"),
         (
@@ -423,7 +455,8 @@ def test_what_cannot_be_tiled() -> None:
     assert "number of tiles above 1" in told(tiny(), arguments(), tiled_mlp=1)
     assert "not shared" in told(tiny(), arguments(), tiled_loss=True, size=1)
     assert "label smoothing" in told(tiny(), arguments(label_smoothing_factor=0.1), tiled_loss=True)
-    assert "use_liger_kernel" in told(tiny(), arguments(use_liger_kernel=True), tiled_loss=True)
+    for switch in ("tiled_loss", "tiled_mlp"):
+        assert "use_liger_kernel" in told(tiny(), arguments(use_liger_kernel=True), **{switch: True})
 
 
 def test_context_parallel_batches() -> None:
@@ -438,6 +471,105 @@ def test_context_parallel_batches() -> None:
     masked = ContextParallelCollator(lambda ids: {**collate(ids), "attention_mask": torch.tensor([[0, 1]])}, 2)
     with pytest.raises(UsageError, match="left padding"):
         masked([[1, 2]])
+
+
+def test_positions_that_the_trainer_would_not_make() -> None:
+    def collated(positions: list[int], **more: Any) -> dict[str, Any]:
+        ids = torch.tensor([[1, 2, 3]])
+        batch = {"input_ids": ids, "position_ids": torch.tensor([positions]), **more}
+        return ContextParallelCollator(lambda _: batch, 2)([])
+
+    assert "position_ids" not in collated([0, 1, 2])
+    assert collated([0, 1, 1], attention_mask=torch.tensor([[1, 1, 0]])).keys() == {"input_ids"}
+    with pytest.raises(UsageError, match="count the tokens of a row from 0"):
+        collated([3, 4, 5])
+
+
+def test_context_parallelism_keeps_replicas_and_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import TorchContextParallelConfig
+
+    handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+
+    def prepared(**changes: Any) -> Any:
+        given = arguments(
+            fsdp=True,
+            deepspeed_plugin=None,
+            world_size=8,
+            device=torch.device("cpu"),
+            accelerator_config=SimpleNamespace(split_batches=False, dispatch_batches=None),
+            **changes,
+        )
+        prepare_context_parallel(given, tiny(), 2)
+        return given
+
+    given = prepared(parallelism_config=sizes_of(cp=2, dp_replicate_size=2, cp_handler=handler))
+    assert given.accelerator_config.dispatch_batches is False
+    config = given.parallelism_config
+    assert (config.cp_size, config.dp_replicate_size, config.dp_shard_size) == (2, 2, 2)
+    assert config.cp_handler is handler
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    assert prepared().parallelism_config.dp_shard_size == 2
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "3")
+    with pytest.raises(UsageError, match="must divide the 4 ranks beside cp = 2"):
+        prepared()
+    monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    wrong = {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "average_tokens_across_devices": False}
+    with pytest.raises(UsageError) as caught:
+        prepared(**wrong, neftune_noise_alpha=5.0)
+    assert {fault.where for fault in caught.value.faults} == {*wrong, "neftune_noise_alpha"}
+
+
+def test_trainers_that_context_parallelism_refuses(tmp_path: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    own = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    check_context_parallel_trainer(plain := Trainer(model=tiny(), args=own))
+    with pytest.raises(UsageError, match="wrong under context parallelism"):
+        plain.evaluate(eval_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
+    losing = Trainer(model=tiny(), args=own, compute_loss_func=print, compute_metrics=print)  # type: ignore[arg-type]
+    with pytest.raises(UsageError) as caught:
+        check_context_parallel_trainer(losing)
+    assert [fault.where for fault in caught.value.faults] == ["compute_loss_func", "compute_metrics"]
+
+
+def test_borders_of_documents_are_told_by_positions() -> None:
+    borders = {"cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
+    batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), **borders}
+    assert cut(batch, ranks=2, rank=1).inputs.keys() == {"input_ids", "position_ids"}
+    with pytest.raises(UsageError, match="position_ids"):
+        cut({"input_ids": torch.arange(5)[None], **borders}, ranks=2, rank=0)
+
+
+def test_attention_that_is_not_exchanged_is_found() -> None:
+    from shardwright.plugins.ulysses import SharedSequence
+    from transformers import DogeConfig, DogeForCausalLM
+
+    shared, model = SharedSequence(2), tiny()
+    shared.exchanges = 1
+    with pytest.raises(UsageError, match="in 1 of 2 layers"):
+        shared.check_exchanges(model)
+    shared.exchanges = 2
+    shared.check_exchanges(model)
+    own = DogeForCausalLM(
+        DogeConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
+    )
+    own.config.model_type = "another"
+    assert any("past the registry" in str(fault) for fault in model_faults(own, size=2, world_size=2))
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    assert any("sinks" in str(fault) for fault in model_faults(model, size=2, world_size=2))
+
+
+def test_tiles_of_an_earlier_run_are_replaced_and_taken_away() -> None:
+    model = tiny()
+    tile_mlps(model, 2)
+    tile_mlps(model, 3)
+    assert all(mlp.forward.args[2] == 3 for mlp in mlps(model))
+    assert not any(hasattr(mlp.forward.args[1], "args") for mlp in mlps(model))
+    untile_mlps(model)
+    assert not any("forward" in vars(mlp) for mlp in mlps(model))
+    mlps(model)[1].forward = print
+    with pytest.raises(UsageError, match="somebody else's"):
+        tile_mlps(model, 2)
 
 
 def test_context_parallel_checks_before_anything_is_made() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.errors import UsageError
@@ -14,7 +18,15 @@ from shardwright.ds_configs.parallelism.tensor import (
     WITHOUT_TENSOR_PLAN,
     tensor_parallel_faults,
 )
-from shardwright.plugins.auto_tp import layers_without_rule, partition_config, tensor_parallel_section, tensor_plan
+from shardwright.plugins.auto_tp import (
+    host_generators,
+    layers_without_rule,
+    partition_config,
+    seed_workers_by_group,
+    set_host_generators,
+    tensor_parallel_section,
+    tensor_plan,
+)
 from shardwright.trainers.tensor_parallel.checks import section_faults, trainer_faults
 from shardwright.trainers.tensor_parallel.tensor_parallel_callback import TensorParallelCallback
 
@@ -211,6 +223,47 @@ def arguments(configuration: dict[str, Any] | None = None, **changes: Any) -> An
         "accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=None),
     }
     return SimpleNamespace(**(values | changes))
+
+
+def test_host_generators_draw_on_as_they_were() -> None:
+    random.seed(3)
+    numpy.random.seed(4)
+    random.gauss(0, 1)
+    numpy.random.randn()
+    states = host_generators()
+
+    def drawn() -> list[float]:
+        return [random.gauss(0, 1), random.random(), float(numpy.random.randn()), float(numpy.random.rand())]
+
+    first = drawn()
+    random.seed(9)
+    numpy.random.seed(9)
+    set_host_generators(states)
+    assert drawn() == first
+
+
+def test_workers_are_seeded_by_group() -> None:
+    from transformers.trainer_utils import seed_worker
+
+    seed = functools.partial(seed_worker, num_workers=2, rank=3)
+    loader = torch.utils.data.DataLoader([1, 2], num_workers=2, worker_init_fn=seed)  # type: ignore[arg-type]
+    own = torch.utils.data.DataLoader([1, 2], worker_init_fn=print)  # type: ignore[arg-type]
+    for made, expected in ((SimpleNamespace(base_dataloader=loader), 1), (loader, 1), (own, None)):
+        trainer = SimpleNamespace(args=SimpleNamespace(process_index=3), get_train_dataloader=lambda made=made: made)
+        seed_workers_by_group(trainer, 2)
+        found = getattr(trainer.get_train_dataloader(), "base_dataloader", made).worker_init_fn
+        assert found is print if expected is None else found.keywords == {"num_workers": 2, "rank": expected}
+
+
+def test_true_batch_size_becomes_the_one_that_deepspeed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    mismatches = ["- ds train_batch_size=12 vs hf train_batch_size (calculated)=24", "- another"]
+    configuration: dict[str, Any] = {"zero_optimization": {"stage": 1}, "train_batch_size": 12}
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    given = arguments(configuration, **sizes, hf_deepspeed_config=SimpleNamespace(mismatches=mismatches))
+    TensorParallelCallback(2).prepare(given, small("llama"))
+    assert configuration["train_batch_size"] == 24
+    assert given.hf_deepspeed_config.mismatches == ["- another"]
 
 
 def test_the_section_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

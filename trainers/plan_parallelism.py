@@ -70,6 +70,10 @@ class PlannedParallelism:
             from transformers import Trainer
 
             trainer = Trainer(model=model, args=args, **settings)
+        if self.context_parallel_size > 1:
+            from .sequence_parallel.context_parallel import check_context_parallel_trainer
+
+            check_context_parallel_trainer(trainer)
         for callback in self.callbacks:
             callback.attach(trainer)
         return trainer

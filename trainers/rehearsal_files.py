@@ -145,7 +145,7 @@ def scale_plan(
     accelerate, cpu_changes = cpu_accelerate(accelerate)
     if strategy.engine == "fsdp2":
         strategy = replace(strategy, offload_optimizer="none", offload_param="none")
-    stages = pipeline_stages(model, job, strategy.pp) if strategy.pp > 1 else ()
+    stages = pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp) if strategy.pp > 1 else ()
     worker, argument_changes = _worker_job(files, strategy, job, stages, ranks=ranks, steps=steps)
     groups = (layout_changes, model_changes, job_changes, deepspeed_changes, accelerate_changes, cpu_changes)
     return Rehearsed(

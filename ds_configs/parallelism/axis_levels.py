@@ -54,13 +54,16 @@ def fixes_axes(job: TrainingJob) -> bool:
 def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offload: str) -> Iterator[dict[str, int]]:
     """Yield the axes of each layout to try.
 
-    Sizes that the job fixes are yielded as they are, legal or not, so that rules can refuse them; of the others one
-    axis at a time, at every divisor of the ranks that can be legal.
+    Sizes that the job fixes are yielded as they are, legal or not, so that rules can refuse them; where that is tensor
+    or pipeline parallelism alone, the other of the two is tried beside it. Where nothing is fixed one axis at a time
+    is tried, at every divisor of the ranks that can be legal, and these two together.
     """
     fixed = {axis: size for axis, size in job.axis_sizes.items() if size is not None}
     wanted = {axis: size for axis, size in fixed.items() if size > 1}
     if wanted:
         yield wanted
+        if len(wanted) == 1 and offload == "none" and job.teacher is None:
+            yield from _beside(wanted, fixed, model, hardware)
         return
     if job.teacher is not None:
         # What trains with a teacher takes the sequence parallelism that it was asked for and nothing else.
@@ -74,6 +77,19 @@ def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offl
     if offload == "none" and not fixed.keys() & {"tp", "pp"}:
         for tp, pp in _pairs(model, hardware):
             yield {"tp": tp, "pp": pp}
+
+
+def _beside(
+    wanted: Mapping[str, int], fixed: Mapping[str, int], model: ModelSpec, hardware: HardwareSpec
+) -> Iterator[dict[str, int]]:
+    """Yield tensor or pipeline parallelism of a fixed size with every size of the other, unless that is fixed too."""
+    ((axis, size),) = wanted.items()
+    other = {"tp": "pp", "pp": "tp"}.get(axis)
+    if other is None or other in fixed:
+        return
+    for count in _sizes(model, hardware)[other]:
+        if hardware.world_size % (size * count) == 0:
+            yield {"tp": size, "pp": count} if axis == "tp" else {"tp": count, "pp": size}
 
 
 def _pairs(model: ModelSpec, hardware: HardwareSpec) -> Iterator[tuple[int, int]]:

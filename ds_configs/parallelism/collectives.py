@@ -8,17 +8,21 @@ share a node, and the members of a data-parallel group share it with those of th
 
 from __future__ import annotations
 
+from math import gcd
+
 from ..hardware import HardwareSpec
 
 
 def group_bytes_per_s(hardware: HardwareSpec, *, ranks: int, stride: int = 1) -> float:
     """Return the bandwidth of a group of `ranks` that lie `stride` apart.
 
-    All groups work at once, so of a node's adapters each gets those of its members there.
+    All groups work at once, so of a node's adapters each gets those of its members there; where groups straddle the
+    borders of nodes, the slowest has as few members on one side as the sizes' common divisor.
     """
-    if ranks * stride <= hardware.gpus_per_node:
+    span, node = ranks * stride, hardware.gpus_per_node
+    if span <= node and (hardware.nodes == 1 or node % span == 0):
         return hardware.link_bytes_per_s
-    members_of_a_node = max(1, hardware.gpus_per_node // stride)
+    members_of_a_node = max(1, gcd(span, node) // stride)
     return min(hardware.link_bytes_per_s, hardware.network_bytes_per_s * members_of_a_node)
 
 
@@ -27,13 +31,20 @@ def others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def tensor_parallel_bytes(*, tp: int, tokens: int, hidden_size: int, layers: float, element_bytes: int) -> float:
+def tensor_parallel_bytes(
+    *, tp: int, tokens: int, hidden_size: int, layers: float, element_bytes: int, vocab_size: int = 0
+) -> float:
     """Return what a rank moves for one micro-batch: 4 all-reduces of `tokens * hidden_size` in each layer.
 
     Two in the forward pass (after attention and MLP) and two in the backward pass (Megatron-LM, arXiv 1909.08053,
-    section 3); recomputation adds the forward ones again. An all-reduce moves `2 (n - 1) / n` of its tensor.
+    section 3); recomputation adds the forward ones again. An all-reduce moves `2 (n - 1) / n` of its tensor. A head
+    that the ranks divide gathers `tokens * vocab_size` logits and all-reduces the gradient of its input; it takes its
+    part of the logits' gradient without a message (`GatherFromTensorParallelRegion` in
+    deepspeed/module_inject/layers.py). `vocab_size` is 0 where every rank holds the whole head.
     """
-    return 4 * 2 * others(tp) * tokens * hidden_size * layers * element_bytes
+    of_layers = 4 * 2 * hidden_size * layers
+    of_head = vocab_size + 2 * hidden_size if vocab_size else 0
+    return others(tp) * tokens * (of_layers + of_head) * element_bytes
 
 
 def sequence_parallel_bytes(
@@ -71,21 +82,3 @@ def expert_parallel_bytes(
 def pipeline_bytes(*, tokens: int, hidden_size: int, element_bytes: int) -> float:
     """Return what a stage passes on for one micro-batch: hidden states forward, their gradients back."""
     return 2 * tokens * hidden_size * element_bytes
-
-
-def slowest_stage(*, layers: int, stages: int, head_layers: float) -> float:
-    """Return the time of the slowest stage over that of an even share; the head counts as `head_layers` layers.
-
-    The last stage holds `k` layers and the head, the others the rest as evenly as whole layers allow; the best `k`
-    is taken.
-
-    >>> slowest_stage(layers=32, stages=4, head_layers=0.0)
-    1.0
-    >>> slowest_stage(layers=6, stages=2, head_layers=2.0)
-    1.0
-    """
-    if stages == 1:
-        return 1.0
-    most = layers - stages + 1
-    slowest = min(max(-(-(layers - last) // (stages - 1)), last + head_layers) for last in range(1, most + 1))
-    return slowest * stages / (layers + head_layers)

@@ -36,7 +36,8 @@ UNSHAREABLE_MODELS = (
 """Why other `model_type`s of transformers 5.17.0 do not train on shards of their sequences."""
 LENGTH_DEPENDENT_ROTATIONS = ("dynamic", "longrope")
 """`rope_type`s of Transformers (modeling_rope_utils.py, `dynamic_rope_update`)."""
-_WITHOUT_MASK = ("sdpa", "flash_attention_2", "flash_attention_3")
+WITHOUT_MASK = ("sdpa", "flash_attention_2", "flash_attention_3")
+"""Attention implementations that compute causal attention without a mask."""
 _RUNS_ALONE = ("cp", "tp", "pp")
 
 
@@ -58,6 +59,7 @@ def sequence_parallel_faults(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     rope_type: str = "",
+    offered_attention: Sequence[str] = WITHOUT_MASK,
 ) -> list[Fault]:
     """Return everything that forbids to share one sequence between `sequence_parallel_size` ranks.
 
@@ -78,6 +80,7 @@ def sequence_parallel_faults(
         tensor_parallel_size: Ranks of tensor parallelism.
         pipeline_parallel_size: Pipeline stages.
         rope_type: How rotary angles are scaled, as in `config.json`.
+        offered_attention: The attention implementations without a mask that the model has.
     """
     size = sequence_parallel_size
     if size == 1:
@@ -86,7 +89,7 @@ def sequence_parallel_faults(
         return [Fault(where="sp", value=size, rule="must be a positive number of ranks", fix="use 1 to switch it off")]
     faults = [] if engine == "deepspeed" else [_needs_deepspeed(size)]
     faults += _sizes(size, world_size, num_attention_heads, num_key_value_heads, seq_len_tokens)
-    faults += attention_faults(attention=attention, mask_dimensions=mask_dimensions)
+    faults += attention_faults(attention=attention, mask_dimensions=mask_dimensions, offered=offered_attention)
     faults += _layers(size, model_type, layer_types, has_equal_head_widths=has_equal_head_widths)
     faults += _window(attention, layer_types, attention_window_tokens, seq_len_tokens)
     faults += rotation_faults(rope_type)
@@ -95,13 +98,18 @@ def sequence_parallel_faults(
     return faults
 
 
-def attention_faults(*, attention: str, mask_dimensions: int = 2) -> list[Fault]:
-    """Return what forbids an attention implementation or a mask under sequence parallelism."""
+def attention_faults(*, attention: str, mask_dimensions: int = 2, offered: Sequence[str] = WITHOUT_MASK) -> list[Fault]:
+    """Return what forbids an attention implementation or a mask under sequence parallelism.
+
+    `offered` are those of `WITHOUT_MASK` that the model has.
+    """
     faults = []
     from_hub = "/" in attention and "flash-attn" in attention
-    if attention not in _WITHOUT_MASK and not from_hub:
+    if attention not in WITHOUT_MASK and not from_hub:
         rule = "cannot compute causal attention without a mask, which sequence parallelism drops"
-        fix = f"load the model with attn_implementation={' or '.join(map(repr, _WITHOUT_MASK))}"
+        fix = f"load the model with attn_implementation={' or '.join(map(repr, offered))}"
+        if not offered:
+            fix = "use another model: this one has no other attention"
         faults.append(Fault(where="attn_implementation", value=attention, rule=rule, fix=fix))
     if mask_dimensions > 2:
         rule = "masks of more than 2 dimensions are dropped by sequence parallelism"

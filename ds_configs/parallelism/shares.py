@@ -29,11 +29,6 @@ class RankShare:
         """Whether head and loss are computed here."""
         return self.stage is None or self.stage.has_head
 
-    @property
-    def has_embedding(self) -> bool:
-        """Whether tokens are embedded here."""
-        return self.stage is None or self.stage.has_embedding
-
 
 def rank_shares(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:
     """Return the shares among which the fullest rank is; a single one without a pipeline.

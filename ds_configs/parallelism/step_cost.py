@@ -21,6 +21,7 @@ from ..model_states import rank_parameters
 from ..strategy import Strategy
 from . import collectives
 from .collectives import group_bytes_per_s, others
+from .pipeline_stages import pipeline_stages
 
 STEP_TOKENS = 16_384
 """Tokens that each accelerator processes in the step that is compared, where the global batch is open."""
@@ -97,6 +98,8 @@ def step_cost(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job:
             hidden_size=sizes.hidden_size,
             layers=layers / strategy.pp,
             element_bytes=width,
+            # A head tied to the embedding is whole on each rank, and so is every head in a pipeline.
+            vocab_size=0 if model.tied_embeddings or strategy.pp > 1 else sizes.vocab_size,
         )
         tensor = volume / group_bytes_per_s(hardware, ranks=strategy.tp)
     if strategy.sp > 1 or strategy.cp > 1:
@@ -113,12 +116,8 @@ def step_cost(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job:
         expert = volume / group_bytes_per_s(hardware, ranks=strategy.ep)
     if strategy.pp > 1:
         volume = collectives.pipeline_bytes(tokens=step.tokens, hidden_size=sizes.hidden_size, element_bytes=width)
-        transfer = volume / _stage_boundary_bytes_per_s(strategy, hardware)
-        # A pipeline of more stages than layers is refused later, whatever it costs.
-        stages = min(strategy.pp, layers)
-        slot = (compute + tensor) * collectives.slowest_stage(
-            layers=layers, stages=stages, head_layers=_head_layers(model, job)
-        )
+        transfer = volume / _stage_boundary_bytes_per_s(hardware)
+        slot = _slowest_stage_seconds(strategy, model, job, compute, tensor)
         idle = (strategy.pp - 1) * slot + step.micro_batches * (slot - compute - tensor)
     many, scale = step.micro_batches, step.scale
     return StepCost(
@@ -157,6 +156,19 @@ def pipeline_micro_batches(strategy: Strategy, job: TrainingJob, micro_batch_siz
     return max(strategy.pp, tokens // (micro_batch_size * job.seq_len_tokens))
 
 
+def filling_micro_batch_sizes(per_rank: int, largest: int, stages: int) -> list[int]:
+    """Return the sizes up to `largest` that divide the samples of a pipeline's rank and leave enough micro-batches.
+
+    Enough are `4 * (stages - 1)`, which idle for a fifth of a step, `(p - 1) / (m + p - 1)`; where no size leaves
+    them, the smallest is returned alone.
+
+    >>> filling_micro_batch_sizes(96, 8, 4), filling_micro_batch_sizes(8, 8, 4)
+    ([1, 2, 3, 4, 6, 8], [1])
+    """
+    sizes = [size for size in range(1, max(1, min(per_rank, largest)) + 1) if per_rank % size == 0]
+    return [size for size in sizes if per_rank // size >= 4 * (stages - 1)] or sizes[:1]
+
+
 def _step(strategy: Strategy, job: TrainingJob) -> _Step:
     replica_ranks = strategy.world_size // strategy.data_parallel_size
     if job.global_batch_size is None:
@@ -165,7 +177,10 @@ def _step(strategy: Strategy, job: TrainingJob) -> _Step:
         replica_tokens = job.global_batch_size * job.seq_len_tokens / strategy.data_parallel_size
     wanted = job.micro_batch_size or max(1, MICRO_BATCH_TOKENS * strategy.sp * strategy.cp // job.seq_len_tokens)
     if job.global_batch_size is not None:
-        wanted = min(wanted, max(1, job.global_batch_size // strategy.data_parallel_size))
+        per_rank = max(1, job.global_batch_size // strategy.data_parallel_size)
+        wanted = min(wanted, per_rank)
+        if strategy.pp > 1 and job.micro_batch_size is None:
+            wanted = filling_micro_batch_sizes(per_rank, wanted, strategy.pp)[-1]
     tokens = wanted * job.seq_len_tokens
     micro_batches = max(1, round(replica_tokens / tokens))
     return _Step(
@@ -200,17 +215,26 @@ def _sequence_seconds(
     return sequence / bandwidth, context / bandwidth
 
 
-def _stage_boundary_bytes_per_s(strategy: Strategy, hardware: HardwareSpec) -> float:
+def _stage_boundary_bytes_per_s(hardware: HardwareSpec) -> float:
     """The slowest boundary sets the pace: on several nodes one always lies between two of them."""
     return hardware.link_bytes_per_s if hardware.nodes == 1 else hardware.network_bytes_per_s
 
 
-def _head_layers(model: ModelSpec, job: TrainingJob) -> float:
-    """Return the computation of the head over that of one layer."""
+def _slowest_stage_seconds(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, compute: float, tensor: float
+) -> float:
+    """Return what the slowest stage needs for a micro-batch; its ranks divide the layers, and each computes the head.
+
+    `compute` and `tensor` are those of an even share of the whole model.
+    """
     sizes = model.dimensions
-    whole = training_flops_per_token(model, job) / (3 if job.method == "full" else 2)
-    head = 2.0 * sizes.hidden_size * sizes.vocab_size
-    return head * sizes.num_layers / max(1.0, whole - head)
+    forward = training_flops_per_token(model, job) / (3 if job.method == "full" else 2)
+    whole = compute * strategy.tp * strategy.pp
+    head = whole * min(1.0, 2.0 * sizes.hidden_size * sizes.vocab_size / forward)
+    layer = (whole - head) / strategy.tp / sizes.num_layers + tensor * strategy.pp / sizes.num_layers
+    # A pipeline of more stages than layers is refused later, whatever it costs.
+    stages = pipeline_stages(model, job, min(strategy.pp, sizes.num_layers), tensor_parallel_size=strategy.tp)
+    return max(stage.num_layers * layer + (head if stage.has_head else 0.0) for stage in stages)
 
 
 def _data_seconds(
@@ -229,7 +253,8 @@ def data_parallel_seconds(
     """Return the seconds of gathers and reductions of each micro-batch, and those once in a step.
 
     DDP and ZeRO 0 and 1 reduce and gather once in a step, ZeRO-2 reduces every micro-batch, ZeRO-3 and FSDP2 gather
-    twice and reduce every micro-batch. Elements count in compute precision for every engine.
+    twice and reduce every micro-batch. Elements count in compute precision for every engine; only with sequence
+    parallelism DeepSpeed reduces gradients in fp32 (deepspeed/runtime/engine.py:2182).
     """
     parameters = rank_parameters(model, job)
     trainable, frozen = parameters.trainable, parameters.frozen
@@ -239,7 +264,7 @@ def data_parallel_seconds(
     experts = sum(p.total for p in model.parameters if p.kind == "experts") if strategy.ep > 1 else 0
     if experts and trainable:
         share = experts / strategy.ep
-        a, b = _part_seconds(strategy, hardware, job, share, 0.0, ranks // strategy.ep, strategy.ep)
+        a, b = _part_seconds(strategy, hardware, job, share, 0.0, max(1, ranks // strategy.ep), strategy.ep)
         each, once = each + a, once + b
         trainable -= experts
     a, b = _part_seconds(strategy, hardware, job, trainable / cut, frozen / cut, ranks, strategy.tp)
@@ -257,19 +282,23 @@ def _part_seconds(
 ) -> tuple[float, float]:
     """Seconds of a part of the parameters that `ranks` share, for each micro-batch and once in a step."""
     width = job.compute_bytes
+    reduced_width = 4 if strategy.sp > 1 else width
     zero = strategy.zero
     if ranks == 1:
         return 0.0, 0.0
     if strategy.engine == "fsdp2" or strategy.zero_stage == 3:
-        shard = ranks // strategy.dp_replicate if strategy.engine == "fsdp2" else ranks
+        shard = max(1, ranks // strategy.dp_replicate) if strategy.engine == "fsdp2" else ranks
         bandwidth = group_bytes_per_s(hardware, ranks=shard, stride=stride)
         again = hardware.link_bytes_per_s if zero.hpz_partition_size > 1 else bandwidth
         gathered = others(shard) * (trainable + frozen) * (1 if zero.quantized_weights else width)
-        reduced = others(shard) * trainable * (0.5 if zero.quantized_gradients else width)
+        reduced = others(shard) * trainable * (0.5 if zero.quantized_gradients else reduced_width)
         each = gathered / bandwidth + gathered / again + reduced / bandwidth
         if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
             replicated = 2 * others(strategy.dp_replicate) * trainable / shard * width
             each += replicated / group_bytes_per_s(hardware, ranks=strategy.dp_replicate, stride=shard)
         return each, 0.0
-    volume = others(ranks) * trainable * width / group_bytes_per_s(hardware, ranks=ranks, stride=stride)
-    return (volume, volume) if strategy.zero_stage == 2 else (0.0, 2 * volume)
+    one_way = others(ranks) * trainable / group_bytes_per_s(hardware, ranks=ranks, stride=stride)
+    reduction = one_way * reduced_width
+    # Without ZeRO an all-reduce passes gradients both ways; its stages gather the updated weights instead.
+    back = one_way * width if strategy.zero_stage else reduction
+    return (reduction, back) if strategy.zero_stage == 2 else (0.0, reduction + back)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from cases import deepspeed_configuration
 
 VOCAB = 128
@@ -14,8 +16,7 @@ IGNORED = -100
 STEPS = 3
 SAMPLES = 36
 EVALUATED = {2: 7, 4: 8}
-"""Samples of an evaluation by ranks. One sequence at a time allows a smaller last batch; several are filled up with
-samples from the start, as under plain data parallelism."""
+"""Samples of an evaluation by ranks. One sequence at a time allows a smaller last batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,19 @@ class Case:
     lora: bool = False
     evaluates: bool = False
     """Evaluated while it trains, with a metric of logits."""
+    evaluated: int = 0
+    """Samples of its evaluation, as `EVALUATED` has it where this is 0."""
     interrupted: bool = False
     """Saved after two steps and resumed in another Trainer."""
+    family: str = "llama"
+    """`gpt_neox` has no number of key/value heads in its configuration."""
+    steps: int = STEPS
+    samples: int = SAMPLES
+    """With 34, the last micro-batch of an epoch is smaller."""
+    streams: bool = False
+    """Reads an iterable data set."""
+    workers: int = 0
+    """Processes that read."""
     context: bool = False
     """Context parallelism under FSDP2 in the place of sequence parallelism."""
     parallel: bool = True
@@ -50,6 +62,14 @@ class Case:
     @property
     def engine(self) -> str:
         return "fsdp2" if self.context else "deepspeed"
+
+    @property
+    def fills_up_batches(self) -> bool:
+        """Whether the last batch of an evaluation gets samples from the start, as under plain data parallelism.
+
+        The loss counts them; metrics do not.
+        """
+        return self.evaluated % self.micro_step_samples > 0
 
     @property
     def alone(self) -> Case:
@@ -65,6 +85,11 @@ class Case:
             loss=self.loss,
             lora=self.lora,
             evaluates=self.evaluates,
+            evaluated=self.evaluated,
+            family=self.family,
+            steps=self.steps,
+            samples=self.samples,
+            streams=self.streams,
             parallel=False,
         )
 
@@ -77,18 +102,27 @@ TWO_RANKS = [
     Case(name="tiled-zero3", zero_stage=3, accumulation=3, checkpointing=True, tiled_mlp=3, tiled_loss=4),
     Case(name="tiled-tied", accumulation=3, tied=True, tiled_mlp=3, tiled_loss=4, evaluates=True),
     Case(name="tiled-lora", lora=True, tiled_mlp=2, accumulation=3),
+    Case(name="second-epoch", accumulation=3, samples=34, steps=5, workers=1),
+    Case(name="stream-without-kv-heads", accumulation=3, streams=True, family="gpt_neox"),
     Case(name="context", context=True, accumulation=3),
+    Case(name="context-stream", context=True, accumulation=3, streams=True),
     Case(name="resumed", optimizer="adamw_torch", accumulation=3, interrupted=True),
 ]
-FOUR_RANKS = [Case(name="beside-data-parallelism", zero_stage=3, ranks=4, accumulation=3, evaluates=True)]
+FOUR_RANKS = [
+    Case(name="beside-data-parallelism", zero_stage=3, ranks=4, accumulation=3, evaluates=True),
+    Case(name="partial-evaluation", ranks=4, evaluates=True, evaluated=6),
+]
 
 
 def model(case: Case) -> Any:
     """Return the model that is trained."""
     from shardwright.plugins.peft import add_lora
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(1)
+    if case.family == "gpt_neox":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=VOCAB, initializer_range=0.2, **sizes))
     made = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
@@ -117,10 +151,18 @@ def samples(count: int, seed: int) -> list[dict[str, list[int]]]:
     return chosen
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """The same samples, without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = samples(count, 3)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(self.samples)
+
+
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     """Pad on the right to the longest row."""
-    import torch
-
     longest = max(len(row["input_ids"]) for row in rows)
     fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
@@ -132,8 +174,6 @@ def padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 def shifting_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None, *, reduction: str = "mean") -> Any:
     """Return a loss that shifts labels itself, is no cross-entropy, and is 0 on average where nothing is labelled."""
-    import torch
-
     logits, labels = outputs.logits[:, :-1], labels[:, 1:]
     chosen = labels != IGNORED
     probabilities = logits.float().softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
@@ -161,8 +201,6 @@ def trainer_class(case: Case) -> type:
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            import torch
-
             inputs = dict(inputs)
             labels = inputs.pop("labels")
             outputs = model(**{name: value for name, value in inputs.items() if name != "shift_labels"})
@@ -189,7 +227,8 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         per_device_train_batch_size=case.micro_step_samples // data_ranks,
         per_device_eval_batch_size=case.micro_step_samples // data_ranks,
         gradient_accumulation_steps=case.accumulation,
-        max_steps=STEPS,
+        max_steps=case.steps,
+        dataloader_num_workers=case.workers if case.parallel else 0,
         logging_steps=1,
         save_strategy="steps" if case.interrupted else "no",
         save_steps=2,
@@ -244,8 +283,8 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     trainer = trainer_class(case)(
         model=made,
         args=built,
-        train_dataset=samples(SAMPLES, 3),
-        eval_dataset=samples(EVALUATED[case.ranks], 4),
+        train_dataset=Stream(case.samples) if case.streams else samples(case.samples, 3),
+        eval_dataset=samples(case.evaluated or EVALUATED[case.ranks], 4),
         data_collator=collate,
         compute_loss_func=shifting_loss if case.loss == "mean" else None,
         compute_metrics=accuracy if case.evaluates else None,

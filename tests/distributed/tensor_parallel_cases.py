@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import IterableDataset
 
@@ -46,6 +48,8 @@ class Case:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     vocabulary_parallel_head: bool = False
     iterable: bool = False
+    draws: bool = False
+    """Whether the collator replaces tokens by random ones of three generators."""
     own_loss: bool = False
     has_reference: bool = True
 
@@ -106,6 +110,7 @@ class Case:
             model=model,
             args=arguments,
             train_dataset=data,
+            data_collator=drawing if self.draws else None,
             eval_dataset=samples(EVALUATION_SAMPLES),
             compute_metrics=counts,
         )
@@ -147,6 +152,20 @@ def samples(count: int = 64) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def drawing(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate rows whose first tokens are random ones."""
+    from transformers import default_data_collator
+
+    batch: dict[str, Any] = default_data_collator(rows)
+    tokens = [
+        random.randrange(1, VOCAB_SIZE),
+        int(numpy.random.randint(1, VOCAB_SIZE)),
+        int(torch.randint(VOCAB_SIZE, ())),
+    ]
+    batch["input_ids"][:, :3] = torch.tensor(tokens)
+    return batch
 
 
 class Stream(IterableDataset):  # type: ignore[misc,type-arg]
@@ -195,6 +214,8 @@ TWO_RANKS = [
     Case(name="odd-vocabulary", config={"vocab_size": VOCAB_SIZE + 1}, steps=2),
     Case(name="own-loss", own_loss=True, steps=2, accumulation=3),
     Case(name="dropout", family="phi3", config={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, has_reference=False),
+    Case(name="drawn", draws=True, deepspeed={"train_batch_size": GLOBAL_BATCH_SIZE}, has_reference=False),
+    Case(name="drawn-by-workers", draws=True, arguments={"dataloader_num_workers": 2}, has_reference=False),
     Case(name="bf16", arguments={"bf16": True}, deepspeed={"bf16": {"enabled": "auto"}}, has_reference=False),
 ]
 FOUR_RANKS = [

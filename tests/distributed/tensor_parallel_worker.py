@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import save_file
 from shardwright.ds_configs.errors import UsageError
@@ -49,6 +51,8 @@ def train(case: Case, output: Path) -> None:
     trainer.training_step = training_step
     # What one rank draws besides must not give it other dropout masks.
     torch.rand(1 + int(os.environ["RANK"]))
+    random.seed(int(os.environ["RANK"]))
+    numpy.random.seed(int(os.environ["RANK"]))
     trainer.train()
     record = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

@@ -7,7 +7,12 @@ import sys
 from typing import Any
 
 from ...ds_configs.errors import Fault
-from ...ds_configs.parallelism.sequence import LENGTH_DEPENDENT_ROTATIONS, UNSHAREABLE_MODELS, sequence_parallel_faults
+from ...ds_configs.parallelism.sequence import (
+    LENGTH_DEPENDENT_ROTATIONS,
+    UNSHAREABLE_MODELS,
+    WITHOUT_MASK,
+    sequence_parallel_faults,
+)
 from ...plugins.transformers import deepspeed_configuration
 
 _COUNTED = "train_batch_size (calculated)"
@@ -31,6 +36,7 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
         attention_window_tokens=attention_window(text),
         has_equal_head_widths=_has_equal_head_widths(text),
         rope_type=rotation(text),
+        offered_attention=_offered_attention(inner),
     )
     name = type(inner).__name__
     if text.model_type in UNSHAREABLE_MODELS:
@@ -61,8 +67,11 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def argument_faults(arguments: Any, *, size: int) -> list[Fault]:
-    """Return what in `TrainingArguments` and in the DeepSpeed section contradicts sequence parallelism."""
+def argument_faults(arguments: Any, *, size: int, attention: str = "sdpa") -> list[Fault]:
+    """Return what in `TrainingArguments` and in the DeepSpeed section contradicts sequence parallelism.
+
+    `attention` is the model's implementation.
+    """
     faults = []
     refused = {
         "average_tokens_across_devices": (False, "losses are means over the tokens of all ranks", "leave it out"),
@@ -77,7 +86,22 @@ def argument_faults(arguments: Any, *, size: int) -> list[Fault]:
     configuration = deepspeed_configuration(arguments)
     if configuration is not None:
         faults += _section_faults(configuration, arguments, size)
-    return faults + parallelism_faults(arguments, {"sp": size, "cp": 1, "tp": 1})
+    faults += _handler_faults(getattr(arguments, "parallelism_config", None), attention)
+    return faults + parallelism_faults(arguments, {"sp": size, "cp": 1, "tp": 1, "dp_replicate": 1})
+
+
+def _handler_faults(given: Any, attention: str) -> list[Fault]:
+    """Return what a user's `sp_handler` says otherwise than the one that takes its place."""
+    handler = getattr(given, "sp_handler", None)
+    faults = []
+    if getattr(handler, "sp_seq_length_is_variable", True) is False:
+        rule, fix = "would fix the length of batches, which are padded here", "leave it out"
+        faults.append(Fault(where="sp_handler.sp_seq_length_is_variable", value=False, rule=rule, fix=fix))
+    named = getattr(handler, "sp_attn_implementation", None)
+    if named not in (None, attention):
+        rule, fix = f"contradicts the model, which was loaded with {attention!r}", "leave it out"
+        faults.append(Fault(where="sp_handler.sp_attn_implementation", value=named, rule=rule, fix=fix))
+    return faults
 
 
 def reading_faults(arguments: Any) -> list[Fault]:
@@ -148,7 +172,7 @@ def parallelism_faults(arguments: Any, wanted: dict[str, int]) -> list[Fault]:
     given = getattr(arguments, "parallelism_config", None)
     sizes = {}
     if given is not None:
-        sizes = {name: getattr(given, f"{name}_size") for name in wanted}
+        sizes = {name: getattr(given, f"{name}_size", 1) for name in wanted}
     elif os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in ("1", "true", "yes", "on"):
         sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in wanted}
     return [
@@ -177,6 +201,12 @@ def _has_equal_head_widths(text: Any) -> bool:
         return True
     keys = (getattr(text, "qk_nope_head_dim", None) or 0) + (getattr(text, "qk_rope_head_dim", None) or 0)
     return bool(values == (keys or getattr(text, "head_dim", values)))
+
+
+def _offered_attention(inner: Any) -> tuple[str, ...]:
+    """Return the attention implementations without a mask that a model's class says it has."""
+    flash = getattr(inner, "_supports_flash_attn", True)
+    return tuple(one for one in WITHOUT_MASK if (getattr(inner, "_supports_sdpa", True) if one == "sdpa" else flash))
 
 
 def _has_shared_attention(inner: Any) -> bool:

@@ -158,7 +158,8 @@ def _argument_faults(arguments: Any) -> list[Fault]:
         rule = "shifts labels within parts of sequences that are no neighbours"
         smoothing, fix = arguments.label_smoothing_factor, "set it to 0, or use sp with DeepSpeed"
         faults.append(Fault(where="label_smoothing_factor", value=smoothing, rule=rule, fix=fix))
-    strategy = str(getattr(arguments.eval_strategy, "value", arguments.eval_strategy))
+    chosen = getattr(arguments, "eval_strategy", "no")
+    strategy = str(getattr(chosen, "value", chosen))
     if strategy != "no":
         faults.append(Fault(where="eval_strategy", value=strategy, rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
     return faults

@@ -76,7 +76,8 @@ class SequenceParallelCallback(TrainerCallback):
         engine = "deepspeed" if training_arguments.deepspeed_plugin is not None else "without DeepSpeed"
         faults = model_faults(model, size=size, world_size=world_size, engine=engine)
         if size > 1:
-            faults += argument_faults(training_arguments, size=size)
+            attention = base_model(model).config._attn_implementation
+            faults += argument_faults(training_arguments, size=size, attention=attention)
         faults += tiling_faults(
             model, training_arguments, size=size, tiled_mlp=self.tiled_mlp, tiled_loss=self.tiled_loss
         )
@@ -85,9 +86,7 @@ class SequenceParallelCallback(TrainerCallback):
         if size > 1:
             forget_sequence_parallelism()
             accept_train_batch_size(training_arguments, size=size)
-            training_arguments.parallelism_config = parallelism_config(
-                size, world_size, attention=base_model(model).config._attn_implementation
-            )
+            training_arguments.parallelism_config = parallelism_config(size, world_size, attention=attention)
 
     def attach(self, trainer: Any) -> None:
         """Take over what only the Trainer's instance can change; call it right after the Trainer was made.
