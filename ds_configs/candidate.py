@@ -33,6 +33,17 @@ def nearest_divisors(number: int, value: int) -> str:
     return ", ".join(map(str, below + above))
 
 
+def nearest(legal: Iterable[int], value: int) -> str:
+    """Return the legal values on both sides of `value`, as the way out of a fault.
+
+    >>> nearest((1, 2, 4, 8), 3), nearest((1, 2, 4), 8)
+    ('nearest legal values: 2, 4', 'nearest legal value: 4')
+    """
+    ordered = sorted(legal)
+    found = [n for n in ordered if n <= value][-1:] + [n for n in ordered if n > value][:1]
+    return f"nearest legal value{'s' if len(found) > 1 else ''}: {', '.join(map(str, found))}" if found else ""
+
+
 def divides(where: str, value: int, number: int, what: str) -> Fault | None:
     """Return the fault of a `value` that does not divide `number`, with the nearest divisors."""
     if value >= 1 and number % value == 0:

@@ -130,12 +130,12 @@ def _fixes(level: Strategy, job: TrainingJob) -> bool:
 
 
 def _plain_layouts_are_illegal(levels: list[Strategy], question: Question) -> bool:
-    """Whether the batch, rather than memory, rules out every layout without further axes, and can be mended."""
-    batch, ranks = question.job.global_batch_size, question.hardware.world_size
-    if batch is None or batch < ranks or not any(not level.axes for level in levels):
+    """Whether the batch, rather than memory, rules out every layout without unasked axes, and can be mended."""
+    job = question.job
+    asked = [level.data_parallel_size for level in levels if _fixes(level, job)]
+    if job.global_batch_size is None or not asked or job.global_batch_size < min(asked):
         return False
-    size = question.job.micro_batch_size or 1
-    return batch % (size * ranks) != 0
+    return all(job.global_batch_size % ((job.micro_batch_size or 1) * ranks) != 0 for ranks in asked)
 
 
 def _states_fit_together(question: Question, tier: tuple[str, str]) -> bool:

@@ -374,7 +374,7 @@ def test_a_fixed_size_is_kept_and_one_forbids_an_axis():
 
 
 def test_a_pipeline_of_open_batch_gets_enough_micro_batches():
-    made = plan(LLAMA_8B, "8xA100-80GB", pipeline_parallel_size=4)
+    made = plan(LLAMA_8B, "8xA100-80GB", pipeline_parallel_size=4, tensor_parallel_size=1)
     strategy = made.chosen.strategy
     assert strategy.gradient_accumulation_steps * strategy.micro_batch_size * 4096 * 2 == 16_384 * 8
 

@@ -44,9 +44,11 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
         ({"model": MIXTRAL, "expert_parallel_size": 2, "method": "qlora"}, "ep = 2: does not go with qlora"),
         ({"model": MIXTRAL, "expert_parallel_size": 2, "strategy": "zero0"}, "trains experts in fp32 only"),
         ({"pipeline_parallel_size": 8}, "the model has 4; nearest legal value: 4"),
+        ({"pipeline_parallel_size": 3}, "pp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
+        ({"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "of pp, nearest legal values: 2"),
         (
             {"tensor_parallel_size": 8, "hardware": "8xH100-80GB"},
-            "tp = 8: must divide the attention heads (12 % 8 = 4); nearest legal values: 6, 12",
+            "tp = 8: must divide the attention heads (12 % 8 = 4); nearest legal values: 4",
         ),
         ({"tensor_parallel_size": 3}, "tp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
         (
@@ -92,6 +94,8 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size = 0: must be an integer from 1"),
         ({"zero_quantized_gradients": True}, "has an effect only with ZeRO-3 on several nodes"),
         ({"zero_quantized_weights": True, "strategy": "zero2"}, "has an effect only with ZeRO-3"),
+        ({"zero_quantized_weights": True, "tensor_parallel_size": 2}, "runs with ZeRO stages 0 to 2, not 3"),
+        ({"zero_quantized_weights": True, "context_parallel_size": 2}, "runs on FSDP2 and not on deepspeed"),
     ],
 )
 def test_bad_sizes_are_refused_at_plan_time(settings_, expected):

@@ -6,7 +6,9 @@ DeepSpeed 0.19.8 checks less and later: `runtime/pipe/engine.py` asserts the ZeR
 
 from __future__ import annotations
 
-from ..candidate import divides
+from dataclasses import replace
+
+from ..candidate import divides, nearest
 from ..errors import Fault
 from .stages import bubble_fraction
 
@@ -90,20 +92,28 @@ def stage_faults(
     parts_per_rank = 2 if dual_pipe else 1
     faults = []
     largest = num_layers // parts_per_rank
+    legal = [
+        count
+        for count in range(parts_per_rank, largest + 1)
+        if world_size is None or world_size % (count * tensor_parallel_size) == 0
+    ]
     if stages < 1:
         faults.append(Fault(where="pp", value=stages, rule="must be at least 1", fix="nearest legal value: 1"))
         return faults
     if stages > largest:
         held = f"2 * pp = {2 * stages} parts" if dual_pipe else f"pp = {stages} stages"
         rule = f"{held} of at least one decoder layer each need as many layers, and the model has {num_layers}"
-        faults.append(Fault(where="pp", value=stages, rule=rule, fix=f"nearest legal value: {max(1, largest)}"))
+        faults.append(Fault(where="pp", value=stages, rule=rule, fix=nearest(legal, stages) or "use pp = 1"))
     if dual_pipe and stages == 1:
         faults.append(
             Fault(where="pp", value=1, rule="DualPipeV passes micro-batches between ranks", fix="use 2 or more")
         )
     where = "pp" if tensor_parallel_size == 1 else "pp * tp"
     fault = None if world_size is None else divides(where, stages * tensor_parallel_size, world_size, "the ranks")
-    return faults if fault is None else [*faults, fault]
+    if fault is None:
+        return faults
+    fix = nearest(legal, stages) or "use pp = 1"
+    return [*faults, replace(fault, fix=fix if where == "pp" else f"of pp, {fix}")]
 
 
 def tensor_faults(*, model_type: str, tensor_parallel_size: int, dual_pipe: bool = False) -> list[Fault]:

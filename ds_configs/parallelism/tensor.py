@@ -7,8 +7,10 @@ and ranks beyond the key/value heads hold no attention at all. Both train, and n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
 
-from ..candidate import divides, one_of
+from ..candidate import divides, nearest_divisors, one_of
 from ..errors import Fault
 
 LARGEST_ZERO_STAGE = 2
@@ -108,7 +110,7 @@ def tensor_parallel_faults(
     if num_experts:
         # The width of the MLP is that of one expert, which nothing divides.
         del sizes["the width of the MLP"]
-    found = [divides(where, tensor_parallel_size, size, what) for what, size in sizes.items() if size is not None]
+    found: list[Fault | None] = [*_size_faults(where, tensor_parallel_size, sizes)]
     found += [
         _family_fault(model_type, num_experts, tensor_parallel_size, where),
         _engine_fault(engine, zero_stage, tensor_parallel_size, where),
@@ -122,6 +124,14 @@ def tensor_parallel_faults(
     }
     found += [_combination_fault(where, tensor_parallel_size, name, size) for name, size in others.items()]
     return [fault for fault in found if fault is not None]
+
+
+def _size_faults(where: str, size: int, sizes: Mapping[str, int | None]) -> list[Fault]:
+    """Return what `size` does not divide; the values named instead divide everything."""
+    known = {what: number for what, number in sizes.items() if number is not None}
+    found = [divides(where, size, number, what) for what, number in known.items()]
+    fix = f"nearest legal values: {nearest_divisors(gcd(*known.values()), size)}"
+    return [replace(fault, fix=fix) for fault in found if fault is not None]
 
 
 def _family_fault(model_type: str | None, num_experts: int, size: int, where: str) -> Fault | None:
