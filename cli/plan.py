@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.hardware import HardwareSpec
-from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch
+from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch, TrainingJob
 from ..ds_configs.model import ModelSpec
 from ..ds_configs.plan import Plan, PlanDoesNotFitError
 from ..ds_configs.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict

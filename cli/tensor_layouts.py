@@ -36,7 +36,10 @@ class ComparedLayouts:
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
         return {
-            "layouts": [asdict(layout) | {"analysis_only": layout.analysis_only, "label": self._label(layout)} for layout in self.layouts],
+            "layouts": [
+                asdict(layout) | {"analysis_only": layout.analysis_only, "label": self._label(layout)}
+                for layout in self.layouts
+            ],
             "one_dimension_stops_paying_at_ranks": self.first_ranks,
             "reason": self.reason,
         }

@@ -142,10 +142,12 @@ def _smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Chang
 def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
     unit = 2 * hardware.world_size
     rounded = job.seq_len_tokens // unit * unit
-    if _SHORTEST_SEQUENCE <= rounded < job.seq_len_tokens:
+    length = job.seq_len_tokens
+    if _SHORTEST_SEQUENCE <= rounded < length:
         # Only then can sequence and context parallelism divide it over all ranks.
         yield f"--seq-len {rounded}", hardware, replace(job, seq_len_tokens=rounded)
-    length = job.seq_len_tokens // 2
+        length = rounded
+    length //= 2
     while length >= _SHORTEST_SEQUENCE:
         yield f"--seq-len {length}", hardware, replace(job, seq_len_tokens=length)
         length //= 2

@@ -89,14 +89,16 @@ def _micro_batch_terms(
     """
     layers, ranks = model.dimensions.num_layers, strategy.sp * strategy.cp
     per_layer, transient = _layer_bytes(strategy, model, job, traced)
-    transient_terms = {"backward_transient": transient // ranks, **_dequantized(model, job)}
+    gathered = _gathered_keys_and_values_bytes(strategy, model, job)
+    transient_terms = {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
 
     def kept(count: int) -> Terms:
         return {"activations": (count * per_layer + traced.outside_layer_bytes) // ranks}
 
     forward = kept(layers)
-    if strategy.gradient_checkpointing:
-        forward |= {"forward_transient": traced.forward_transient_bytes // ranks}
+    if strategy.gradient_checkpointing or gathered:
+        own = traced.forward_transient_bytes // ranks if strategy.gradient_checkpointing else 0
+        forward |= {"forward_transient": own + gathered}
     loss = _loss_terms(strategy, model, job, traced)
     around = kept(layers) | _dequantized(model, job)
     return at_moments(
@@ -111,6 +113,18 @@ def _micro_batch_terms(
         first_layer_backward=kept(1) | transient_terms,
         after_first_layer=kept(0),
     )
+
+
+def _gathered_keys_and_values_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> int:
+    """Return what context parallelism gathers of a layer: `2 * key_value_size` elements for each token of the sequence.
+
+    The rotation that plans write (`cp_comm_strategy: allgather`, torch's default too) collects the keys and values of
+    all ranks at once, forward and backward (torch 2.13.0, `_context_parallel/_attention.py`, `_AllGatherRotater`).
+    """
+    if strategy.cp == 1:
+        return 0
+    tokens = strategy.micro_batch_size * job.seq_len_tokens
+    return 2 * model.dimensions.key_value_size * tokens * job.compute_bytes
 
 
 def _layer_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate) -> tuple[int, int]:

@@ -41,7 +41,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "stage_borders": "pipeline: tensors received and sent that wait for their gradients, and the buffer to receive in",
     "autocast_weight_copies": "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
     "adapted_expert_copies": "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
-    "forward_transient": "what one checkpointed layer needs while it runs and does not keep",
+    "forward_transient": "what a checkpointed layer needs as it runs and does not keep; keys and values gathered by CP",
     "adapted_expert_update": "the update that LoRA adds to an expert matrix, while the sum is made",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
     "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak; with a teacher those of "

@@ -136,6 +136,20 @@ def test_of_equally_fast_cuts_the_first_stages_which_keep_most_are_the_shorter()
         pipeline_stages(MODEL, TrainingJob(), 5)
 
 
+def test_context_parallelism_gathers_keys_and_values_of_the_whole_sequence():
+    length, moments = 8192, {}
+    job = TrainingJob(seq_len_tokens=length)
+    for cp in (1, 2, 4):
+        layout = Strategy(engine="fsdp2", cp=cp, dp_shard=8 // cp, micro_batch_size=1, gradient_checkpointing=True)
+        (share,) = rank_shares(layout, LLAMA_8B, job)
+        moments[cp] = share_moment_terms(layout, share, job)
+    gathered = 2 * 1024 * length * 2
+    for moment, name in (("last_layer_forward", "forward_transient"), ("last_layer_backward", "backward_transient")):
+        whole = moments[1][moment][name]
+        for cp in (2, 4):
+            assert moments[cp][moment][name] == pytest.approx(whole / cp + gathered, abs=1)
+
+
 def test_1f1b_keeps_as_many_micro_batches_as_stages_follow():
     assert [micro_batches_in_flight(4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert [micro_batches_in_flight(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]

@@ -16,9 +16,10 @@ from planning import MODELS, llama, public_model
 from shardwright.ds_configs.hardware import parse_hardware
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.parallelism import collectives
+from shardwright.ds_configs.parallelism.axis_levels import axes_to_try
 from shardwright.ds_configs.parallelism.pipeline_stages import pipeline_stages
 from shardwright.ds_configs.parallelism.step_cost import data_parallel_seconds, step_cost, training_flops_per_token
-from shardwright.ds_configs.plan import make_plan
+from shardwright.ds_configs.plan import PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.plan_json import plan_from_dict, plan_to_dict
 from shardwright.ds_configs.reasons import display_name
 from shardwright.ds_configs.render import render_files
@@ -168,8 +169,7 @@ def test_a_pipeline_of_a_fixed_batch_takes_micro_batches_that_fill_its_stages():
     assert micro_batches(layout, few) == [(1, 8)]
     assert step_cost(layout, LLAMA_8B, cluster, few).micro_batches == 8
     lost = {
-        size: step_cost(layout, LLAMA_8B, cluster, replace(job, micro_batch_size=size)).lost_seconds
-        for size in (2, 8)
+        size: step_cost(layout, LLAMA_8B, cluster, replace(job, micro_batch_size=size)).lost_seconds for size in (2, 8)
     }
     assert step_cost(layout, LLAMA_8B, cluster, job).lost_seconds == lost[2] < lost[8] / 3
 
@@ -325,6 +325,20 @@ def test_long_sequences_take_sequence_parallelism_of_the_right_size_and_say_why(
     assert not other(made, "FSDP2 + CP 2").memory.fits
 
 
+def test_a_sequence_that_nothing_divides_is_suggested_shorter_by_a_few_tokens():
+    with pytest.raises(PlanDoesNotFitError) as refused:
+        plan(LLAMA_8B, "8xH100-80GB", seq_len_tokens=100_003, offload="none", method="full")
+    found = {suggestion.change: suggestion.strategy for suggestion in refused.value.suggestions}
+    assert "CP" in found["--seq-len 100000"] or "SP" in found["--seq-len 100000"]
+
+
+def test_adapters_of_a_mixture_are_never_suggested_or_planned_with_expert_parallelism():
+    for hardware in ("8xH100-80GB", "8xH200"):
+        for method in ("lora", "qlora"):
+            made = plan(QWEN_MOE, hardware, method=method)
+            assert all(layout.strategy.ep == 1 for layout in (made.chosen, *made.rejected))
+
+
 def test_a_chunked_loss_needs_fewer_ranks_for_a_long_sequence():
     made = plan(LLAMA_8B, "8xH100-80GB", seq_len_tokens=131_072, loss="chunked")
     strategy = made.chosen.strategy
@@ -373,6 +387,19 @@ def test_a_fixed_size_is_kept_and_one_forbids_an_axis():
     assert not any(candidate.strategy.ep > 1 for candidate in made.rejected)
 
 
+def test_a_fixed_size_of_tensor_parallelism_leaves_pipelines_open_and_the_other_way_round():
+    cluster = parse_hardware("16xA100-80GB")
+    beside = list(axes_to_try(LLAMA_8B, cluster, TrainingJob(tensor_parallel_size=4), "none"))
+    assert beside == [{"tp": 4}, {"tp": 4, "pp": 2}, {"tp": 4, "pp": 4}]
+    beside = list(axes_to_try(LLAMA_8B, cluster, TrainingJob(pipeline_parallel_size=8), "none"))
+    assert beside == [{"pp": 8}, {"tp": 2, "pp": 8}]
+    both = TrainingJob(tensor_parallel_size=4, pipeline_parallel_size=1)
+    assert list(axes_to_try(LLAMA_8B, cluster, both, "none")) == [{"tp": 4}]
+    assert list(axes_to_try(LLAMA_8B, cluster, TrainingJob(tensor_parallel_size=4), "cpu")) == [{"tp": 4}]
+    slow = replace(parse_hardware("4x8xH100-80GB"), network_bytes_per_s=1.25e9)
+    assert plan(LLAMA_70B, slow, tensor_parallel_size=4).chosen.strategy.axes == {"tp": 4, "pp": 4}
+
+
 def test_a_pipeline_of_open_batch_gets_enough_micro_batches():
     made = plan(LLAMA_8B, "8xA100-80GB", pipeline_parallel_size=4, tensor_parallel_size=1)
     strategy = made.chosen.strategy
@@ -382,6 +409,7 @@ def test_a_pipeline_of_open_batch_gets_enough_micro_batches():
 def test_a_batch_smaller_than_the_ranks_is_divided_by_further_axes():
     made = plan(LLAMA_8B, "8xH100-80GB", global_batch_size=2, seq_len_tokens=8192)
     assert made.chosen.strategy.global_batch_size == 2
+    assert "data parallelism alone cannot divide a global batch of 2 over 8 ranks" in made.chosen.reason
     assert made.chosen.strategy.axes
 
 
@@ -576,3 +604,19 @@ def test_tensor_parallelism_in_more_dimensions_is_explained_as_analysis_only(she
     shown = " ".join(shell(CONFIG, *flags).out.split())
     assert " ".join(found["reason"].split()) in shown
     assert "analysis only" in shown
+    assert "AutoTP divides it over up to 8 ranks here" in shown
+    labels = {layout["ranks"]: layout["label"] for layout in found["layouts"] if layout["name"] == "1D"}
+    assert labels == {4: "AutoTP", 8: "AutoTP", 16: "not planned here", 64: "not planned here"}
+
+
+def test_the_comparison_is_shown_where_nothing_fits_and_left_out_for_experts(shell):
+    flags = ("--hardware", "1xL40S", "--offload", "none", "--explain-tensor-parallel")
+    result = shell(CONFIG, *flags)
+    assert result.code == 3
+    assert "AutoTP does not divide it here" in " ".join(result.out.split())
+    result = shell(CONFIG, *flags, "--format", "json")
+    assert (result.code, len(json.loads(result.out)["tensor_layouts"]["layouts"])) == (3, 11)
+    experts = MODELS / "mistralai--Mixtral-8x7B-v0.1" / "config.json"
+    result = shell(experts, "--hardware", "8xH200", "--explain-tensor-parallel", "--format", "json")
+    assert result.code == 0
+    assert "tensor_layouts" not in json.loads(result.out)

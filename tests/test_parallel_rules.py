@@ -30,7 +30,7 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
     [
         (
             {"sequence_parallel_size": 8},
-            "sp = 8: must divide the attention heads (12 % 8 = 4); nearest legal values: 6, 12",
+            "sp = 8: must divide the attention heads (12 % 8 = 4); nearest legal value: 4",
         ),
         ({"sequence_parallel_size": 2, "seq_len_tokens": 4097}, "4097 % 2 = 1); nearest legal values: 4096 or 4098"),
         (
@@ -45,7 +45,7 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
         ({"model": MIXTRAL, "expert_parallel_size": 2, "strategy": "zero0"}, "trains experts in fp32 only"),
         ({"pipeline_parallel_size": 8}, "the model has 4; nearest legal value: 4"),
         ({"pipeline_parallel_size": 3}, "pp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
-        ({"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "of pp, nearest legal values: 2"),
+        ({"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "of pp, nearest legal value: 2"),
         (
             {"tensor_parallel_size": 8, "hardware": "8xH100-80GB"},
             "tp = 8: must divide the attention heads (12 % 8 = 4); nearest legal values: 4",

@@ -107,7 +107,7 @@ CASES = {
     "tp heads": (
         replace(ZERO1, tp=5, dp_shard=8),
         {"hardware": "40xA100-80GB"},
-        "must divide the attention heads (8 % 5 = 3); nearest legal values: 4, 8",
+        "must divide the attention heads (8 % 5 = 3); nearest legal values: 2",
     ),
     "pp stage": (
         replace(ZERO3, pp=2, dp_shard=4),

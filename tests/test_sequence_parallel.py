@@ -64,8 +64,8 @@ def tiny(**changes: Any) -> Any:
         ({"sequence_parallel_size": 0}, "sp", "positive"),
         ({"engine": "fsdp2"}, "sp", "DeepSpeed"),
         ({"world_size": 6}, "sp", "6 % 4 = 2"),
-        ({"num_attention_heads": 6}, "sp", "must divide the attention heads (6 % 4 = 2); nearest legal values: 3, 6"),
-        ({"num_attention_heads": 24, "num_key_value_heads": 6}, "sp", "(6 % 4 = 2); nearest legal values: 3, 6"),
+        ({"num_attention_heads": 6}, "sp", "must divide the attention heads (6 % 4 = 2); nearest legal value: 2"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 6}, "sp", "(6 % 4 = 2); nearest legal value: 2"),
         ({"seq_len_tokens": 66}, "seq_len", "must be a multiple of sp (66 % 4 = 2); nearest legal values: 64 or 68"),
         ({"attention": "eager"}, "attn_implementation", "attn_implementation='sdpa'"),
         (

@@ -62,11 +62,12 @@ def context_parallel_faults(
         return [Fault(where="cp", value=size, rule="must be a positive number of ranks", fix="use 1 to switch it off")]
     faults = [fault for fault in (divides("cp", size, world_size, "the ranks"), _length(size, seq_len_tokens)) if fault]
     if engine != "fsdp2":
-        fix = "train with FSDP2, or use sp with DeepSpeed"
+        fix = "train with FSDP2 (--strategy fsdp2), or use sp with DeepSpeed"
         faults.append(Fault(where="cp", value=size, rule=f"runs on FSDP2 and not on {engine}", fix=fix))
     if dp_replicate > 1 and dp_shard == 1:
         rule = "with replicas needs parameters that are sharded besides (dp_shard > 1)"
-        faults.append(Fault(where="cp", value=size, rule=rule, fix="use dp_replicate = 1 or dp_shard > 1"))
+        fix = "use dp_replicate = 1 (--strategy fsdp2) or dp_shard > 1 (a smaller --context-parallel-size)"
+        faults.append(Fault(where="cp", value=size, rule=rule, fix=fix))
     faults += _attention(size, attention, model_type, layer_types, attention_window_tokens)
     faults += rotation_faults(rope_type)
     faults += _mask(mask_dimensions, packed=packed, left_padded=left_padded)

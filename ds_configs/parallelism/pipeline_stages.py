@@ -10,7 +10,7 @@ from ..activations import Mode, UnknownFamilyError
 from ..errors import Fault, UsageError
 from ..job import OPTIMIZERS, TrainingJob
 from ..model import ModelSpec
-from .stages import PipelineStage
+from .stages import PipelineStage, contiguous_stages
 from .tensor_share import tensor_parallel_share
 
 _StageCost = Callable[[int, int, int], float]
@@ -46,10 +46,7 @@ def pipeline_stages(
     leanest = _smallest_largest([memory, time], layers, pp, others=[fastest])
     ends = _ends([memory, time], [leanest, fastest], layers, pp)
     assert ends is not None, "the limits were taken from such stages"
-    return tuple(
-        PipelineStage(index=index, first_layer=first, end_layer=end, has_embedding=index == 0, has_head=index == pp - 1)
-        for index, (first, end) in enumerate(_borders(ends))
-    )
+    return contiguous_stages(ends)
 
 
 def forward_flops_per_token(model: ModelSpec, job: TrainingJob) -> tuple[float, float]:

@@ -8,8 +8,9 @@ the mask of the model is not there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from ..candidate import divides
+from ..candidate import divides, nearest
 from ..errors import Fault
 
 FULL_ATTENTION = frozenset({"full_attention", "attention"})
@@ -156,19 +157,23 @@ def _sizes(size: int, world_size: int, heads: int, kv_heads: int, seq_len: int |
     checks = [
         divides("sp", size, world_size, "the ranks"),
         divides("sp", size, heads, "the attention heads"),
-        _key_value_heads(size, heads, kv_heads),
-        None if seq_len is None else _sequence(size, seq_len),
+        _key_value_heads(size, kv_heads),
     ]
-    return [fault for fault in checks if fault is not None]
+    legal = [
+        count
+        for count in range(1, heads + 1)
+        if world_size % count == heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+    ]
+    faults = [replace(fault, fix=nearest(legal, size)) for fault in checks if fault is not None]
+    length = None if seq_len is None else _sequence(size, seq_len)
+    return faults if length is None else [*faults, length]
 
 
-def _key_value_heads(size: int, heads: int, kv_heads: int) -> Fault | None:
+def _key_value_heads(size: int, kv_heads: int) -> Fault | None:
     if kv_heads % size == 0 or size % kv_heads == 0:
         return None
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    near = [str(n) for n in (*[n for n in legal if n < size][-1:], *[n for n in legal if n > size][:1])]
     rule = f"and the {kv_heads} key/value heads must divide one another ({kv_heads} % {size} = {kv_heads % size})"
-    return Fault(where="sp", value=size, rule=rule, fix=f"nearest legal values: {', '.join(near)}")
+    return Fault(where="sp", value=size, rule=rule)
 
 
 def _sequence(size: int, seq_len: int) -> Fault | None:

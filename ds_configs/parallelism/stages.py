@@ -1,11 +1,11 @@
-"""Which layers a pipeline stage holds: contiguous parts whose most expensive one is as cheap as it can be."""
+"""Which layers a pipeline stage holds: contiguous parts of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import Fault, UsageError
+from ..errors import Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,61 +29,17 @@ class PipelineStage:
         return self.end_layer - self.first_layer
 
 
-def balanced_stages(
-    layer_costs: Sequence[float], *, embedding_cost: float = 0, head_cost: float = 0, stages: int
-) -> tuple[PipelineStage, ...]:
-    """Return the stages whose largest cost is smallest; of equal ones the earlier stages are the fuller.
+def contiguous_stages(ends: Sequence[int]) -> tuple[PipelineStage, ...]:
+    """Return the stages of one model that end before these layers.
 
-    Dynamic programming over `best(s, n)`, the smallest largest cost of the last `n` layers in `s` stages, in
-    O(stages * layers^2). Every stage holds at least one layer.
-
-    Args:
-        layer_costs: What each decoder layer costs, in one unit with the other two.
-        embedding_cost: What the first stage bears besides.
-        head_cost: What the last stage bears besides.
-        stages: How many there are.
-
-    Raises:
-        UsageError: there are fewer layers than stages.
-
-    >>> [stage.num_layers for stage in balanced_stages([1.0] * 6, head_cost=2.0, stages=2)]
+    >>> [stage.num_layers for stage in contiguous_stages([4, 6])]
     [4, 2]
     """
-    layers = len(layer_costs)
-    if not 1 <= stages <= layers:
-        rule = f"cannot exceed the {layers} layers"
-        raise UsageError(Fault(where="pp", value=stages, rule=rule, fix=f"nearest legal value: {max(1, layers)}"))
-    sums = [0.0]
-    for cost in layer_costs:
-        sums.append(sums[-1] + cost)
-    # ends[s][first]: the largest cost of the layers from `first` in s stages, and where the first of these ends.
-    ends: list[dict[int, tuple[float, int]]] = [{}, {}]
-    for first in range(layers):
-        ends[1][first] = (sums[layers] - sums[first] + head_cost + (embedding_cost if stages == 1 else 0), layers)
-    for count in range(2, stages + 1):
-        ends.append({})
-        more = embedding_cost if count == stages else 0
-        for first in range(layers - count + 1):
-            options = (
-                (max(sums[end] - sums[first] + more, ends[count - 1][end][0]), -end)
-                for end in range(first + 1, layers - count + 2)
-            )
-            cost, negative_end = min(options)
-            ends[count][first] = (cost, -negative_end)
-    found, first = [], 0
-    for index in range(stages):
-        end = ends[stages - index][first][1]
-        found.append(
-            PipelineStage(
-                index=index,
-                first_layer=first,
-                end_layer=end,
-                has_embedding=index == 0,
-                has_head=index == stages - 1,
-            )
-        )
-        first = end
-    return tuple(found)
+    last = len(ends) - 1
+    return tuple(
+        PipelineStage(index=index, first_layer=first, end_layer=end, has_embedding=index == 0, has_head=index == last)
+        for index, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+    )
 
 
 def partition_faults(stages: Sequence[PipelineStage], num_layers: int, *, dual_pipe: bool = False) -> list[Fault]:

@@ -19,7 +19,7 @@ times more than 1D. Neighbouring ranks are in the same row of the mesh.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
@@ -171,6 +171,7 @@ def compare_tensor_layouts(
     if ranks < 1:
         raise UsageError(Fault(where="ranks", value=ranks, rule="must be at least 1", fix="use the tp to explain"))
     products = layer_products(model)
+    hardware = replace(hardware, nodes=max(hardware.nodes, -(-ranks // hardware.gpus_per_node)))
     tokens = job.seq_len_tokens * (job.micro_batch_size or 1)
     whole, divided = _kept_elements(model, tokens)
     weights = sum(product.weight for product in products)
@@ -214,9 +215,11 @@ def where_one_dimension_stops_paying(
 ) -> tuple[int | None, str]:
     """Return the smallest count of ranks at which another layout communicates faster than 1D, and why.
 
-    `None` when 1D is fastest up to `largest` ranks.
+    Counts that divide a node or fill several, so that no group begins in the middle of one. `None` when 1D is fastest
+    up to `largest` ranks.
     """
-    for ranks in range(2, largest + 1):
+    node = hardware.gpus_per_node
+    for ranks in (count for count in range(2, largest + 1) if node % count == 0 or count % node == 0):
         first, *rest = compare_tensor_layouts(model, hardware, job, ranks)
         fastest = min(rest, key=lambda one: one.communication_seconds, default=first)
         if fastest.communication_seconds < first.communication_seconds:
