@@ -1,4 +1,4 @@
-"""What DeepSpeed needs from the host before a launch spends time on it.
+"""What DeepSpeed needs from the host, from modules under ZeRO-3, and to be told of the samples of a step.
 
 Seen with deepspeed 0.19.8: NVMe offload compiles `async_io` at first use, which fails minutes into a run when the
 header of libaio is missing.
@@ -14,6 +14,9 @@ from typing import Any
 from ..ds_configs.errors import Fault, UsageError
 from .deepspeed_nvme import restore_optimizer_states_from_nvme
 from .transformers import deepspeed_configuration
+
+_TOTAL_BY_ALL_RANKS = "train_batch_size (calculated)"
+"""Begins the line in which Transformers reports the mismatch."""
 
 
 def has_libaio() -> bool:
@@ -46,6 +49,28 @@ def prepare_nvme_offload(arguments: Any) -> None:
                 fix="install libaio-dev (Debian) or libaio-devel, or offload to the CPU",
             )
         )
+
+
+def train_batch_size(arguments: Any, *, size: int) -> int:
+    """Return the samples of one optimizer step where `size` ranks read the same samples."""
+    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    return int(micro * accumulation * max(1, arguments.world_size // size))
+
+
+def accept_train_batch_size(arguments: Any, *, size: int) -> None:
+    """Let a DeepSpeed section name its true `train_batch_size`, which Transformers takes for a mistake.
+
+    Transformers 5.17.0 (integrations/deepspeed.py, `trainer_config_process`) multiplies by all ranks; Accelerate 1.15.0
+    puts the true number in when it prepares the model.
+    """
+    configuration = deepspeed_configuration(arguments)
+    if configuration is None or configuration.get("train_batch_size") != train_batch_size(arguments, size=size):
+        return
+    processed = getattr(arguments, "hf_deepspeed_config", None)
+    if processed is None:
+        configuration["train_batch_size"] = "auto"
+    else:
+        processed.mismatches = [one for one in processed.mismatches if _TOTAL_BY_ALL_RANKS not in one]
 
 
 def share_with_zero3(modules: Iterable[Any]) -> None:

@@ -14,12 +14,11 @@ from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.parallelism.context import context_parallel_faults
 from shardwright.ds_configs.parallelism.sequence import sample_faults, sequence_parallel_faults
 from shardwright.plugins import ring_attention_cpu
+from shardwright.plugins.deepspeed import accept_train_batch_size, train_batch_size
 from shardwright.plugins.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
 from shardwright.trainers.sequence_parallel.checks import (
-    accept_train_batch_size,
     argument_faults,
     model_faults,
-    train_batch_size,
 )
 from shardwright.trainers.sequence_parallel.context_parallel import (
     ContextParallelCollator,

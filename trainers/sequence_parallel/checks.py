@@ -13,9 +13,8 @@ from ...ds_configs.parallelism.sequence import (
     WITHOUT_MASK,
     sequence_parallel_faults,
 )
+from ...plugins.deepspeed import train_batch_size
 from ...plugins.transformers import deepspeed_configuration
-
-_COUNTED = "train_batch_size (calculated)"
 
 
 def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deepspeed") -> list[Fault]:
@@ -143,28 +142,6 @@ def _section_faults(configuration: dict[str, Any], arguments: Any, size: int) ->
         rule = f"must be micro-batch * accumulation * ranks / sp = {right}"
         faults.append(Fault(where="train_batch_size", value=total, rule=rule, fix=f"write {right} or 'auto'"))
     return faults
-
-
-def train_batch_size(arguments: Any, *, size: int) -> int:
-    """Return the samples of one optimizer step."""
-    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    return int(micro * accumulation * max(1, arguments.world_size // size))
-
-
-def accept_train_batch_size(arguments: Any, *, size: int) -> None:
-    """Let a DeepSpeed section name its true `train_batch_size`, which Transformers takes for a mistake.
-
-    Transformers 5.17.0 (integrations/deepspeed.py, `trainer_config_process`) multiplies by all ranks; Accelerate 1.15.0
-    puts the true number in when it prepares the model.
-    """
-    configuration = deepspeed_configuration(arguments)
-    if configuration is None or configuration.get("train_batch_size") != train_batch_size(arguments, size=size):
-        return
-    processed = getattr(arguments, "hf_deepspeed_config", None)
-    if processed is None:
-        configuration["train_batch_size"] = "auto"
-    else:
-        processed.mismatches = [one for one in processed.mismatches if _COUNTED not in one]
 
 
 def parallelism_faults(arguments: Any, wanted: dict[str, int]) -> list[Fault]:

@@ -20,9 +20,9 @@ from ...plugins.auto_tp import (
     tensor_parallel_section,
     unpartitioned_layers,
 )
+from ...plugins.deepspeed import accept_train_batch_size, train_batch_size
 from ...plugins.tensor_parallel_batches import GroupsOnce
 from ...plugins.transformers import deepspeed_configuration
-from ..sequence_parallel.checks import accept_train_batch_size, train_batch_size
 from .checks import layout_faults, section_faults, trainer_faults
 
 _WHERE = "tensor_parallel_size"
