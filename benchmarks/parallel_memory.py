@@ -10,19 +10,17 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from metered_launch import measure_cases
 from parallel_memory_cases import LAYOUTS, Case, grid
 from shardwright.ds_configs.cpu_memory import cpu_share_terms
-from shardwright.plugins.launching import free_port, python_arguments, run
 
 MEASURED = Path(__file__).with_name("parallel_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "parallel_memory.md"
-SECONDS_PER_CASE = 90
 TARGET_MEAN = 0.05
 
 
@@ -50,24 +48,8 @@ class Row:
 
 
 def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
-    """Train every case on CPU ranks, those with the same number of ranks in one launch, and return the readings."""
-    records: list[dict[str, object]] = []
-    worker = Path(__file__).with_name("parallel_memory_worker.py")
-    with tempfile.TemporaryDirectory() as directory:
-        for ranks in sorted({case.ranks for case in cases}):
-            chosen = [asdict(case) for case in cases if case.ranks == ranks]
-            wanted, output = Path(directory) / f"{ranks}.json", Path(directory) / f"{ranks}.jsonl"
-            wanted.write_text(json.dumps(chosen), encoding="utf-8")
-            launch = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-            command = python_arguments([*launch, str(worker), str(wanted), str(output)])
-            run(command, timeout_seconds=120 + SECONDS_PER_CASE * len(chosen), on_line=_show)
-            records += [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    return records
-
-
-def _show(line: str) -> None:
-    if line.startswith("measured "):
-        print(line, file=sys.stderr)
+    """Train every case on CPU ranks and return the readings."""
+    return measure_cases(cases, worker_file="parallel_memory_worker.py")
 
 
 def rows(records: Iterable[dict[str, object]]) -> list[Row]:

@@ -33,18 +33,14 @@ LARGEST_FILE_BYTES = 5_000_000_000
 """Tensors of one file together, unless a single one is larger."""
 
 
-def pipeline_state_dict(module: Any) -> dict[str, Tensor]:
-    """Return the tensors of this rank's stages, under the names of the model's checkpoint, tied ones once.
+def pipeline_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of this rank's stages under the names of the model's checkpoint, tied ones once.
 
-    With tensor parallelism they are whole, and every rank of a tensor-parallel group must call it.
+    With tensor parallelism each is gathered in its turn, and every rank of a group must exhaust the iterator.
 
     Args:
-        module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
+        module: What `build_pipeline_module` made, without the engine.
     """
-    return dict(_whole_tensors(getattr(module, "module", module)))
-
-
-def _whole_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     for stage in module.stages:
         for path, tensor in stage.state_dict().items():
             if path != stage.tied_name:
@@ -148,11 +144,11 @@ def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
 
     if module.tensor_parallel_rank:
         # Takes part in gathering each tensor and keeps none.
-        for _ in _whole_tensors(module):
+        for _ in pipeline_tensors(module):
             pass
         return
     failure = None
-    for number, part in enumerate(_files((name, tensor.cpu()) for name, tensor in _whole_tensors(module))):
+    for number, part in enumerate(_files((name, tensor.cpu()) for name, tensor in pipeline_tensors(module))):
         try:
             if failure is None:
                 save_file(part, directory / f"{prefix}-{number:05d}.safetensors", metadata={"format": "pt"})

@@ -24,7 +24,7 @@ from shardwright.ds_configs.parallelism.pipeline import (
 from shardwright.ds_configs.parallelism.stages import PipelineStage, bubble_fraction, contiguous_stages
 from shardwright.plugins import pipeline_checkpoint
 from shardwright.plugins.checkpoint_tensors import CheckpointTensors
-from shardwright.plugins.pipeline_checkpoint import pipeline_state_dict, save_pipeline_checkpoint
+from shardwright.plugins.pipeline_checkpoint import pipeline_tensors, save_pipeline_checkpoint
 from shardwright.plugins.pipeline_loading import StageParts
 from shardwright.plugins.pipeline_stage import CausalLMStage, causal_lm_loss, stage_inputs
 from torch import distributed
@@ -192,7 +192,7 @@ def test_names_are_those_of_the_checkpoint_and_each_tensor_lies_in_one_stage(mod
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         expected = sorted(file.keys())
     stages = stages_of(model)
-    found = [key for stage in stages for key in pipeline_state_dict(SimpleNamespace(stages=(stage,)))]
+    found = [key for stage in stages for key, _ in pipeline_tensors(SimpleNamespace(stages=(stage,)))]
     assert sorted(found) == expected
     decaying = set(transformers.trainer_pt_utils.get_parameter_names(model, [], [r"bias", r"norm", r"ln_"]))
     of_stages = transformers.trainer_pt_utils.get_parameter_names(stages[0], [], [r"bias", r"norm", r"ln_"])
@@ -224,7 +224,7 @@ def test_head_and_embedding_on_two_ranks_start_equal(models):
     first, *_, last = stages_of(directory)
     assert last.tied_name == "lm_head.weight"
     assert torch.equal(last.get_submodule("lm_head").weight, first.get_submodule("model.embed_tokens").weight)
-    assert "lm_head.weight" not in pipeline_state_dict(SimpleNamespace(stages=(last,)))
+    assert "lm_head.weight" not in dict(pipeline_tensors(SimpleNamespace(stages=(last,))))
     # On one rank they are one parameter, as with one stage or DualPipeV.
     for source in (model, directory):
         (whole,) = stages_of(source, 1)
@@ -298,9 +298,9 @@ def test_saved_checkpoint_loads_in_transformers_with_equal_logits(models, tmp_pa
         assert torch.equal(found, expected)
         index = json.loads((output / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == {path.name for path in output.glob("*.safetensors")}
-        tensors = pipeline_state_dict(module)
+        tensors = dict(pipeline_tensors(module))
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-        read = pipeline_state_dict(on_one_rank(output))
+        read = dict(pipeline_tensors(on_one_rank(output)))
         assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
 
 
@@ -376,7 +376,7 @@ def test_other_ranks_of_a_tensor_group_gather_every_tensor_and_keep_none(models,
         gathered.clear()
         module.tensor_parallel_rank = rank
         pipeline_checkpoint._write_tensors(module, tmp_path, f"stage-{rank}")
-        assert len(gathered) == len(pipeline_state_dict(module))
+        assert len(gathered) == len(dict(pipeline_tensors(module)))
         assert len(list(tmp_path.glob("*.safetensors"))) == (rank == 0)
 
 
