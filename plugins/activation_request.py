@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +38,8 @@ def trace_model(
     Raises:
         ActivationTraceError: the config names no known architecture, or the trace failed or took too long.
     """
+    from .launching import interpreter
+
     request = {
         "config": dict(config),
         "micro_batch_size": micro_batch_size,
@@ -50,7 +51,7 @@ def trace_model(
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         process = subprocess.run(
-            [sys.executable, "-m", f"{__package__}.{WORKER_MODULE}"],
+            [interpreter(), "-m", f"{__package__}.{WORKER_MODULE}"],
             input=json.dumps(request),
             capture_output=True,
             text=True,

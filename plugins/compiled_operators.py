@@ -70,7 +70,7 @@ def prepare_operators(operators: Sequence[str], *, notify: Callable[[str], None]
     locks = stale_locks(directory, operators)
     if locks:
         raise StaleLockError(locks)
-    missing = [name for name in operators if not _is_compiled(directory, name)]
+    missing = [name for name in operators if not is_compiled(directory, name)]
     if not missing:
         return
     if notify is not None:
@@ -116,7 +116,7 @@ def _open_files() -> Iterator[str]:
             continue
 
 
-def _is_compiled(directory: Path, name: str) -> bool:
+def is_compiled(directory: Path, name: str) -> bool:
     """Tell whether this Python's build of an operator is newer than the installed DeepSpeed."""
     python = f"py{sys.version_info.major}{sys.version_info.minor}_*"
     built = [*directory.glob(f"{name}/{name}.so"), *directory.glob(f"{python}/{name}/{name}.so")]

@@ -72,13 +72,18 @@ class Launch:
     """One launcher to start; several of them are the nodes of one job."""
 
     arguments: tuple[str, ...]
-    """Arguments of this Python, such as `-m torch.distributed.run ...`."""
+    """Arguments of `interpreter`, such as `-m torch.distributed.run ...`."""
     environment: Mapping[str, str] | None = None
     """Variables beside those of `cpu_rank_environment`."""
 
 
+def interpreter() -> str:
+    """Return the Python of launchers, ranks and checking processes: torchrun's own `PYTHON_EXEC`, else this one."""
+    return os.environ.get("PYTHON_EXEC") or sys.executable
+
+
 def python_arguments(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments with which this Python runs a command that starts with `accelerate` or `torchrun`.
+    """Return the arguments with which `interpreter` runs a command that starts with `accelerate` or `torchrun`.
 
     >>> python_arguments(["torchrun", "script.py"])
     ('-m', 'torch.distributed.run', 'script.py')
@@ -113,7 +118,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> str:
-    """Run this Python with ``arguments``, hand over each line as it is printed, and leave no process behind.
+    """Run `interpreter` with ``arguments``, hand over each line as it is printed, and leave no process behind.
 
     Raises:
         LaunchFailedError: It failed, or it was stopped after ``timeout_seconds``; the message ends with the
@@ -144,7 +149,7 @@ def run_together(
     if failed is None:
         return text
     ending = f"stopped after {timeout_seconds:g} s" if code is None else f"exit code {code}"
-    command = " ".join([sys.executable, *failed.arguments])
+    command = " ".join([interpreter(), *failed.arguments])
     raise LaunchFailedError(f"{command}: {ending}\n{first_traceback(text)}", output=text, exit_code=code)
 
 
@@ -158,7 +163,7 @@ class _Running:
         self._rest = ""
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *launch.arguments],
+                [interpreter(), *launch.arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -1,9 +1,10 @@
-"""Shared fixtures: one thread per process, DeepSpeed's CPU operators compiled once, and a small model on disk."""
+"""The session's own directory and server of warm processes, DeepSpeed's CPU operators, and what this host lacks."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,60 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests are collected with importlib, which puts no test directory on the path.
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
+import host
+import session
+import warm_ranks
 
-@pytest.fixture(scope="session", autouse=True)
-def no_measured_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep every test and its processes away from the measured runs of whoever runs them."""
-    os.environ["SHARDWRIGHT_DATA_DIR"] = str(tmp_path_factory.mktemp("data"))
+_SESSION = pytest.StashKey[session.Session]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Open the session where it is controlled; workers of xdist inherit its environment."""
+    if not hasattr(config, "workerinput"):
+        config.stash[_SESSION] = session.open_session()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave the machine as it was, however the session ended."""
+    if _SESSION in config.stash:
+        config.stash[_SESSION].close()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Pass a test over whose marker `needs` names what this host lacks, and say how to get it."""
+    for marker in item.iter_markers("needs"):
+        host.require(*marker.args)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what did not run here, with the line that would let it."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        # File, line and reason, where a test was passed over.
+        reasons[report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
+    if reasons:
+        terminalreporter.section("not run on this machine")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.line(f"{count} x {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launchers, ranks and commands be what users start, with all their imports."""
+    monkeypatch.delenv("PYTHON_EXEC")
 
 
 @pytest.fixture(scope="session")
 def deepspeed_cpu_ops() -> None:
     """Compile cpu_adam and the shared-memory operator; the first run takes 1 to 3 minutes, later ones seconds."""
+    from filelock import FileLock
     from shardwright.plugins.compiled_operators import extensions_directory, prepare_operators, stale_locks
 
-    for lock in stale_locks(extensions_directory()):
-        lock.unlink()
-        print(f"removed {lock}: a compilation was killed and left it behind", file=sys.stderr)
-    prepare_operators(("cpu_adam", "deepspeed_shm_comm"))
+    with FileLock(Path(os.environ["SHARDWRIGHT_DATA_DIR"]).parent / "operators.lock"):
+        for lock in stale_locks(extensions_directory()):
+            lock.unlink()
+            print(f"removed {lock}: a compilation was killed and left it behind", file=sys.stderr)
+        prepare_operators(warm_ranks.OPERATORS)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +91,7 @@ def test_a_writer_that_is_killed_leaves_what_was_there(store: CalibrationStore) 
         "c.executemany('INSERT INTO filler VALUES (?)', [('x' * 4000,)] * 500)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    assert subprocess.run([sys.executable, "-c", program, str(store.path)]).returncode == -9
+    assert subprocess.run([os.environ["PYTHON_EXEC"], "-c", program, str(store.path)]).returncode == -9
     assert store.path.with_name(f"{FILE_NAME}-journal").exists()
     assert store.calibration().runs == (RUN,)
 

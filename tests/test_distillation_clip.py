@@ -192,11 +192,9 @@ def one_step(directory: Path, ranks: int, **changes: Any) -> CLIPDistillationTra
 @pytest.mark.distributed
 def test_two_ranks_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     from safetensors.torch import load_file
-    from shardwright.plugins.launching import torchrun
+    from warm_ranks import run_ranks
 
-    worker = str(Path(__file__).parent / "distributed" / "clip_worker.py")
-    environment = {"PYTHONPATH": str(Path(__file__).parent)}
-    torchrun([worker, str(tmp_path)], ranks=2, timeout_seconds=120, environment=environment)
+    run_ranks([Path(__file__).parent / "distributed" / "clip_worker.py", tmp_path])
     two = load_file(tmp_path / "weights.safetensors")
     trainer = one_step(tmp_path, ranks=1)
     start = {name: value.clone() for name, value in trainer.model.state_dict().items()}

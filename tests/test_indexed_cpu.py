@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 
 LOAD = """
 import io, torch
@@ -17,7 +17,7 @@ PREPARE = "from shardwright.plugins.accelerate import _accept_indexed_cpu; _acce
 
 
 def outcome(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return subprocess.run([os.environ["PYTHON_EXEC"], "-c", script], capture_output=True, text=True, check=False)
 
 
 def test_torch_still_refuses_the_location_that_the_trainer_gives_it() -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,7 +236,14 @@ quantize_with_llm_compressor(request(Path(sys.argv[1]), "gptq", journal=Path(sys
 
 def test_interrupt_from_the_keyboard(source, tmp_path):
     journal = tmp_path / "journal"
-    command = [sys.executable, "-c", _INTERRUPTED_SCRIPT, str(source), str(journal), str(Path(__file__).parent)]
+    command = [
+        os.environ["PYTHON_EXEC"],
+        "-c",
+        _INTERRUPTED_SCRIPT,
+        str(source),
+        str(journal),
+        str(Path(__file__).parent),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
     with subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:

@@ -8,11 +8,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from session import warm_command
 from shardwright.cli.main import run
 
 BRIEF = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "8", "--no-evaluate")
@@ -265,7 +265,7 @@ def test_an_interrupted_run_goes_on_where_it_was(model, tmp_path):
     """Ctrl-C in the middle: exit code 130, a journal, no output; `--resume` gives what an undisturbed run gives."""
     flags = ("--scheme", "W4A16", "--dataset", "python-help", "--seq-len", "32", "--num-samples", "64", "--no-evaluate")
     output, journal = tmp_path / "q", tmp_path / "q.journal"
-    command = [sys.executable, "-m", "shardwright", "quantize", str(model), *flags, "--output-dir", str(output)]
+    command = [*warm_command("shardwright"), "quantize", str(model), *flags, "--output-dir", str(output)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 120
     while not list(journal.glob("layer-*.safetensors")) and process.poll() is None and time.monotonic() < deadline:

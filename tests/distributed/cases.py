@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from planning import llama
@@ -15,8 +14,6 @@ from shardwright.ds_configs.render.deepspeed import deepspeed_config
 STEPS = 5
 SEQ_LEN = 64
 RANKS = 2
-WORKER_ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent.parent)}
-"""Lets a rank import what tests share."""
 
 
 @dataclass(frozen=True, kw_only=True)

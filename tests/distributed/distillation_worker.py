@@ -1,4 +1,4 @@
-"""Runs on every rank: one optimizer step under each layout, and writes the weights that came out."""
+"""Runs on every rank: one optimizer step under a layout, and writes the weights that came out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distillation_cases import (
     packed,
     samples,
 )
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate import configure_cpu_ranks
 
 
 def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None:
@@ -69,25 +69,6 @@ def collator(layout: Layout) -> Callable[[list[dict[str, Any]]], dict[str, Any]]
     return collate_to_longest if layout.sequence_parallel > 1 else collate
 
 
-def forget_sequence_parallelism() -> None:
-    """Let another run form its own groups and attention; DeepSpeed expects one in the life of a process."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
-    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-
-
-def main(directory: Path, output: Path, names: list[str]) -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    # DeepSpeed keeps the groups of a sequence for the life of a process.
-    for layout in sorted(EVERY, key=lambda layout: layout.sequence_parallel):
-        if not names or layout.name in names:
-            step(layout, directory, output, world_size)
-            forget_last_run()
-            forget_sequence_parallelism()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    chosen = next(layout for layout in EVERY if layout.name == sys.argv[3])
+    step(chosen, Path(sys.argv[1]), Path(sys.argv[2]), int(os.environ["WORLD_SIZE"]))

@@ -1,4 +1,4 @@
-"""Runs on every rank: trains each case with divided experts, saves it, and writes what it logged and computes."""
+"""Runs on every rank: trains a case with divided experts, saves it, and writes what it logged and computes."""
 
 from __future__ import annotations
 
@@ -82,12 +82,9 @@ def without_workarounds(case: Case, output: Path) -> None:
         forget_last_run()
 
 
-def main(output: Path) -> None:
-    for case in CASES:
-        run(case, output)
-        forget_last_run()
-    without_workarounds(CASES[0], output)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    results, name = Path(sys.argv[1]), sys.argv[2]
+    if name == "without-workarounds":
+        without_workarounds(CASES[0], results)
+    else:
+        run(next(case for case in CASES if case.name == name), results)

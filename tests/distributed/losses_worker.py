@@ -1,4 +1,4 @@
-"""Runs on every rank: trains all cases one after the other in one process group, through the entry point."""
+"""Runs on every rank: trains one case through the entry point."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from cases import SEQ_LEN, all_cases
-from shardwright.plugins.accelerate import forget_last_run
+from cases import SEQ_LEN, Case, all_cases
 from shardwright.trainers.train_causal_lm import main
 
 
@@ -36,19 +35,18 @@ def zero_gradient_step() -> Iterator[None]:
         yield
 
 
-def train_all(model_directory: Path, output: Path) -> None:
-    for case in all_cases():
-        settings = output / f"{case.name}-rank{os.environ['RANK']}.arguments.json"
-        settings.write_text(json.dumps(case.training_arguments()))
-        arguments = [
-            *("--model", str(model_directory), "--training-arguments", str(settings)),
-            *("--text", __file__, "--seq-len", str(SEQ_LEN), "--output-dir", str(output / case.name), "--no-save"),
-            *("--losses-json", str(output / f"{case.name}.json")),
-        ]
-        with zero_gradient_step() if case.zero_gradient_step else nullcontext():
-            assert main(arguments) == 0, case.name
-        forget_last_run()
+def train(case: Case, model_directory: Path, output: Path) -> None:
+    settings = output / f"{case.name}-rank{os.environ['RANK']}.arguments.json"
+    settings.write_text(json.dumps(case.training_arguments()))
+    arguments = [
+        *("--model", str(model_directory), "--training-arguments", str(settings)),
+        *("--text", __file__, "--seq-len", str(SEQ_LEN), "--output-dir", str(output / case.name), "--no-save"),
+        *("--losses-json", str(output / f"{case.name}.json")),
+    ]
+    with zero_gradient_step() if case.zero_gradient_step else nullcontext():
+        assert main(arguments) == 0, case.name
 
 
 if __name__ == "__main__":
-    train_all(Path(sys.argv[1]), Path(sys.argv[2]))
+    chosen = next(case for case in all_cases() if case.name == sys.argv[3])
+    train(chosen, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,10 +1,11 @@
-"""Runs on every rank: trains all cases in pipeline stages, one after the other in one process group."""
+"""Runs on every rank: trains a case in pipeline stages, interrupts and resumes one, or measures what DeepSpeed does."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,6 @@ def interrupted(output: Path) -> dict[str, Any]:
     resumed = trainer_of(RESUMED, output / "resumed", model=str(output / "model"), **more)
     found["from directory"] = resumed.evaluate()["eval_loss"]
     resumed.train(resume_from_checkpoint=str(output / "checkpoint-2"))
-    forget_last_run()
     return {**found, "resumed": logged(resumed, "loss"), "resumed from": resumed.state.global_step}
 
 
@@ -110,20 +110,16 @@ def upstream_norm() -> float:
     return float(clip_grad_norm_([parameter], max_norm=1e9, mpu=grid))
 
 
-def main(output: Path) -> None:
-    two = os.environ["WORLD_SIZE"] == "2"
-    record: dict[str, Any] = {}
-    only = os.environ.get("ONLY", "")
-    for case in TWO_RANKS if two else FOUR_RANKS:
-        if only in case.name:
-            record[case.name] = run(case, output / case.name)
-            forget_last_run()
-    if two and only in "interrupted":
-        record["interrupted"] = interrupted(output / "interrupted")
-        record["upstream norm"] = upstream_norm()
+def main(output: Path, name: str) -> None:
+    others: dict[str, Callable[[Path], Any]] = {"interrupted": interrupted, "upstream-norm": lambda _: upstream_norm()}
+    if name in others:
+        record = others[name](output / name)
+    else:
+        cases = TWO_RANKS if os.environ["WORLD_SIZE"] == "2" else FOUR_RANKS
+        record = run(next(case for case in cases if case.name == name), output / name)
     if os.environ["RANK"] == "0":
-        (output / "record.json").write_text(json.dumps(record))
+        (output / f"{name}.json").write_text(json.dumps(record))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,4 +1,4 @@
-"""Runs on every rank: quantization-aware training under each layout; writes weights that came out, and the export."""
+"""Runs on every rank: quantization-aware training under a layout; writes weights that came out, and the export."""
 
 from __future__ import annotations
 
@@ -113,14 +113,9 @@ def adapted(model: Any) -> Any:
     return model
 
 
-def main(directory: Path, output: Path, names: list[str]) -> None:
-    for case in (*CASES, *IN_BF16, *OFFLOADED):
-        if not names or case.name in names:
-            trained(case, directory, output)
-            forget_last_run()
-    if not names or "resumed" in names:
-        resumed(directory, output)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    models, results, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    if name == "resumed":
+        resumed(models, results)
+    else:
+        trained(next(case for case in (*CASES, *IN_BF16, *OFFLOADED) if case.name == name), models, results)

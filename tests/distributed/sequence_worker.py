@@ -1,4 +1,4 @@
-"""Runs on every rank: trains the cases of sequence parallelism, and one with what the Trainer has of its own."""
+"""Runs on every rank: trains a case of sequence parallelism, or one with what the Trainer has of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def train(case: Case, output: Path) -> None:
         weights = {name: value.float().clone().contiguous() for name, value in state.items()}
         save_file(weights, output / f"{case.name}.safetensors")
         (output / f"{case.name}.json").write_text(json.dumps(logs))
-    forget_last_run()
 
 
 def stock(case: Case, output: Path) -> dict[str, str]:
@@ -60,13 +59,14 @@ def stock(case: Case, output: Path) -> dict[str, str]:
     return found
 
 
-def main(output: Path) -> None:
-    two = int(os.environ["WORLD_SIZE"]) == 2
-    for case in TWO_RANKS if two else FOUR_RANKS:
-        train(case, output)
-    found = stock(Case(name="stock", ranks=2 if two else 4, micro_step_samples=2), output)
+def main(output: Path, name: str) -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    if name != "stock":
+        train(next(case for case in (TWO_RANKS if ranks == 2 else FOUR_RANKS) if case.name == name), output)
+        return
+    found = stock(Case(name="stock", ranks=ranks, micro_step_samples=2), output)
     (output / f"stock-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,4 +1,4 @@
-"""Runs on every rank: trains each case and writes the weights that came out, and DeepSpeed's fp32 copies of them."""
+"""Runs on every rank: trains a case and writes the weights that came out, and DeepSpeed's fp32 copies of them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,6 @@ def masters(trainer: Any) -> dict[str, Any]:
     return {name: safe_get_full_fp32_param(value).float().clone() for name, value in trainer.model.named_parameters()}
 
 
-def main(output: Path, names: list[str]) -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    for case in EVERY:
-        if not names or case.name in names:
-            run(case, output, world_size)
-            forget_last_run()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    chosen = next(case for case in EVERY if case.name == sys.argv[2])
+    run(chosen, Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]))

@@ -1,4 +1,4 @@
-"""Runs on every rank: trains a student beside a teacher in each placement, and writes what both did."""
+"""Runs on every rank: trains a student beside a teacher in a placement, or alone, and writes what both did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distillation_cases import Layout, collate, models, samples
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate import configure_cpu_ranks
 
 STEPS = 2
 PROBE_ROWS, PROBE_TOKENS = 2, 12
@@ -117,7 +117,7 @@ def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> di
     return {"losses": losses, "observed": observed, "patched_linear": patched}
 
 
-def main(directory: Path, output: Path) -> None:
+def main(directory: Path, output: Path, name: str) -> None:
     import os
 
     import torch
@@ -127,11 +127,10 @@ def main(directory: Path, output: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(models(directory)[1], dtype=torch.float32)
     with torch.no_grad():
         expected = {"logits": whole(input_ids=probe(rank)).logits, "head": whole.lm_head.weight.detach().clone()}
-    for case in [*dict.fromkeys(case.alone for case in CASES), *CASES]:
-        record = train(case, directory, output, expected)
-        (output / f"{case.name}-{rank}.json").write_text(json.dumps(record))
-        forget_last_run()
+    chosen = next(case for case in (*CASES, *(case.alone for case in CASES)) if case.name == name)
+    record = train(chosen, directory, output, expected)
+    (output / f"{name}-{rank}.json").write_text(json.dumps(record))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,4 +1,4 @@
-"""Runs on every rank: trains the cases of one world size one after the other in one process group."""
+"""Runs on every rank: trains a case of tensor parallelism, resumes one, or is refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ def resume(output: Path) -> None:
             for trainer in (whole, rest)
         ]
         (output / "losses.json").write_text(json.dumps(runs))
-    forget_last_run()
 
 
 def refuse(output: Path) -> None:
@@ -124,24 +123,21 @@ def refuse(output: Path) -> None:
         trainer.train()
     except UsageError as error:
         answers.append(str(error))
-    forget_last_run()
     if os.environ["RANK"] == "0":
         (output / "answers.json").write_text(json.dumps(answers))
 
 
-def main(output: Path) -> None:
-    """Train the cases of this world size."""
-    two = os.environ["WORLD_SIZE"] == "2"
-    for case in TWO_RANKS if two else FOUR_RANKS:
-        directory = output / case.name
-        directory.mkdir(exist_ok=True)
-        train(case, directory)
-        forget_last_run()
-    if two:
-        for directory, what in ((output / "resumed", resume), (output / "refused", refuse)):
-            directory.mkdir(exist_ok=True)
-            what(directory)
+def main(output: Path, name: str) -> None:
+    """Train a case of this world size, or do what else has the name."""
+    directory = output / name
+    directory.mkdir(exist_ok=True)
+    others = {"resumed": resume, "refused": refuse}
+    if name in others:
+        others[name](directory)
+    else:
+        cases = TWO_RANKS if os.environ["WORLD_SIZE"] == "2" else FOUR_RANKS
+        train(next(case for case in cases if case.name == name), directory)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -68,7 +68,7 @@ def read_losses(directory: Path, engine: str) -> list[float]:
 
 
 def test_zero2_bf16_loses_the_same_under_accelerate_and_torchrun(
-    tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
+    cold: None, tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
     """`accelerate launch` names the file in its environment, under torchrun TrainingArguments names it."""
     case = Case(engine="deepspeed", zero_stage=2, bf16=True, accumulation=2)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import RANKS, WORKER_ENVIRONMENT
-from shardwright.plugins.launching import torchrun
+from cases import RANKS
+from warm_ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def output(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("state")
-    worker = Path(__file__).with_name("state_worker.py")
-    torchrun([str(worker), str(tiny_llama), str(directory)], ranks=RANKS, environment=WORKER_ENVIRONMENT)
+    run_ranks([Path(__file__).with_name("state_worker.py"), tiny_llama, directory], ranks=RANKS)
     return directory
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from session import warm_command
 from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.text import pack, read_documents
 
 pytestmark = pytest.mark.distributed
 
 VOCAB, SEQ_LEN, STEPS = 300, 48, 24
-COMMAND = str(Path(sys.executable).parent / "shardwright")
 
 
 def trained_teacher(directory: Path) -> None:
@@ -77,7 +76,7 @@ def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     arguments = ("--output-dir", "taught", "--config", "settings.json", "--format", "json")
     done = subprocess.run(
-        [COMMAND, "distill", "teacher", "student", *arguments],
+        [*warm_command("shardwright"), "distill", "teacher", "student", *arguments],
         capture_output=True,
         text=True,
         cwd=tmp_path,

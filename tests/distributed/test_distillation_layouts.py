@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from cases import RANKS, WORKER_ENVIRONMENT
+from cases import RANKS
 from distillation_cases import (
     ALPHA,
-    EVERY,
     FEATURES,
     IDLE_RANK,
     LAYOUTS,
@@ -25,7 +25,7 @@ from distillation_cases import (
     samples,
     save_models,
 )
-from shardwright.plugins.launching import torchrun
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -79,29 +79,35 @@ def start(model_directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(
+def on_ranks(
     model_directory: Path,
     start: dict[str, torch.Tensor],
     deepspeed_cpu_ops: None,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[Layout, Outcome]:
-    output = tmp_path_factory.mktemp("two-ranks")
-    worker = str(Path(__file__).with_name("distillation_worker.py"))
-    arguments = [worker, str(model_directory), str(output)]
-    torchrun(arguments, ranks=RANKS, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
-    return {layout: outcome(output, start, layout) for layout in EVERY}
+) -> Callable[[int], dict[Layout, Outcome]]:
+    """What a layout gives on so many ranks, computed when a test asks for it."""
+    worker = Path(__file__).with_name("distillation_worker.py")
+
+    def outcomes(ranks: int) -> dict[Layout, Outcome]:
+        output = tmp_path_factory.mktemp(f"ranks-{ranks}-")
+
+        def step(layout: Layout) -> Outcome:
+            run_ranks([worker, model_directory, output, layout.name], ranks=ranks)
+            return outcome(output, start, layout)
+
+        return OnDemand(step)
+
+    return outcomes
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(
-    model_directory: Path, start: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory
-) -> dict[Layout, Outcome]:
-    output = tmp_path_factory.mktemp("one-rank")
-    worker = str(Path(__file__).with_name("distillation_worker.py"))
-    names = [layout.name for layout in SINGLE]
-    arguments = [worker, str(model_directory), str(output), *names]
-    torchrun(arguments, ranks=1, timeout_seconds=200, environment=WORKER_ENVIRONMENT)
-    return {layout: outcome(output, start, layout) for layout in SINGLE}
+def on_two_ranks(on_ranks: Callable[[int], dict[Layout, Outcome]]) -> dict[Layout, Outcome]:
+    return on_ranks(RANKS)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(on_ranks: Callable[[int], dict[Layout, Outcome]]) -> dict[Layout, Outcome]:
+    return on_ranks(1)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import RANKS, WORKER_ENVIRONMENT
+from cases import RANKS
 from expert_cases import CASES, STEPS, Case, model, reference
-from shardwright.plugins.launching import torchrun
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -22,18 +22,22 @@ LOGIT_TOLERANCE = 1e-6
 NEVER_MOVED = "k_proj.bias"
 """Has no gradient but rounding, because softmax forgets it; Adam makes steps of it all the same."""
 
-Runs = dict[Case, dict[str, Any]]
+Outputs = dict[str, Path]
+"""Where ranks left what they did, by the case's name, done when a test asks for it."""
 
 
 @pytest.fixture(scope="module")
-def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outputs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     directory = tmp_path_factory.mktemp("expert-parallel")
-    worker = str(Path(__file__).with_name("expert_worker.py"))
-    for case in CASES:
-        if case.from_pretrained:
-            model(case).save_pretrained(directory / f"{case.name}-start")
-    torchrun([worker, str(directory)], ranks=RANKS, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
-    return directory
+
+    def run(name: str) -> Path:
+        case = next((case for case in CASES if case.name == name), None)
+        if case is not None and case.from_pretrained:
+            model(case).save_pretrained(directory / f"{name}-start")
+        run_ranks([Path(__file__).with_name("expert_worker.py"), directory, name], ranks=RANKS)
+        return directory
+
+    return OnDemand(run)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +54,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-def history(case: Case, output: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((output / f"{case.name}.json").read_text())
+def history(case: Case, outputs: Outputs) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((outputs[case.name] / f"{case.name}.json").read_text())
     return found
 
 
@@ -59,42 +63,42 @@ def logged(entries: list[dict[str, Any]], key: str) -> list[float]:
     return [entry[key] for entry in entries if key in entry]
 
 
-def loaded(case: Case, output: Path) -> Any:
+def loaded(case: Case, outputs: Outputs) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(output / f"{case.name}-saved", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(outputs[case.name] / f"{case.name}-saved", dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ranks_train_as_one_process(case: Case, output: Path, alone: Any) -> None:
-    entries, expected = history(case, output), alone(case)
+def test_ranks_train_as_one_process(case: Case, outputs: Outputs, alone: Any) -> None:
+    entries, expected = history(case, outputs), alone(case)
     wanted = expected.state.log_history
     assert len(logged(entries, "loss")) == STEPS
     assert logged(entries, "loss") == pytest.approx(logged(wanted, "loss"), abs=LOSS_TOLERANCE)
     assert logged(entries, "grad_norm") == pytest.approx(logged(wanted, "grad_norm"), abs=LOSS_TOLERANCE)
     assert min(logged(wanted, "grad_norm")) > 0.5, "gradients are clipped"
     assert logged(entries, "eval_loss") == pytest.approx(logged(wanted, "eval_loss"), abs=LOSS_TOLERANCE)
-    state = loaded(case, output).state_dict()
+    state = loaded(case, outputs).state_dict()
     for name, value in expected.model.state_dict().items():
         if not name.endswith(NEVER_MOVED):
             assert (state[name] - value).norm() <= WEIGHT_TOLERANCE * value.norm(), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_saved_model_is_the_trained_one(case: Case, output: Path) -> None:
-    logits = torch.load(output / f"{case.name}.logits.pt", weights_only=True)
+def test_the_saved_model_is_the_trained_one(case: Case, outputs: Outputs) -> None:
+    logits = torch.load(outputs[case.name] / f"{case.name}.logits.pt", weights_only=True)
     with torch.no_grad():
-        found = loaded(case, output)(input_ids=torch.arange(24)[None]).logits
+        found = loaded(case, outputs)(input_ids=torch.arange(24)[None]).logits
     torch.testing.assert_close(found, logits, atol=LOGIT_TOLERANCE, rtol=0)
-    saved = sorted(path.name for path in (output / f"{case.name}-saved").iterdir())
+    saved = sorted(path.name for path in (outputs[case.name] / f"{case.name}-saved").iterdir())
     assert saved == ["config.json", "generation_config.json", "model.safetensors"]
-    config = json.loads((output / f"{case.name}-saved" / "config.json").read_text())
+    config = json.loads((outputs[case.name] / f"{case.name}-saved" / "config.json").read_text())
     assert config.get("output_router_logits", False) == (case.balanced or "deepseek" in case.family)
 
 
 @pytest.mark.parametrize("case", [one for one in CASES if one.balanced], ids=lambda case: case.name)
-def test_routing_is_logged_as_one_process_sees_it(case: Case, output: Path, alone: Any) -> None:
-    entries, trainer = history(case, output), alone(case)
+def test_routing_is_logged_as_one_process_sees_it(case: Case, outputs: Outputs, alone: Any) -> None:
+    entries, trainer = history(case, outputs), alone(case)
     steps = [trainer.routing[first :: case.accumulation] for first in range(case.accumulation)]
     for step, micro_batches in enumerate(zip(*steps, strict=True)):
         load, worst, entropy = routing_of(micro_batches)
@@ -115,15 +119,15 @@ def routing_of(micro_batches: Any) -> tuple[float, float, float]:
     return sum(load) / len(load), max(load), entropy.item()
 
 
-def test_deepspeed_still_wants_marked_groups(output: Path) -> None:
+def test_deepspeed_still_wants_marked_groups(outputs: Outputs) -> None:
     """Fails when ZeRO-2 takes the Trainer's groups as they are: `mark_expert_groups` can go then."""
-    told = json.loads((output / "without_mark_expert_groups.json").read_text())["told"]
+    told = json.loads((outputs["without-workarounds"] / "without_mark_expert_groups.json").read_text())["told"]
     assert "None of the param groups are marked as MoE" in told
 
 
-def test_deepspeed_still_clips_experts_by_the_wrong_norm(output: Path, alone: Any) -> None:
+def test_deepspeed_still_clips_experts_by_the_wrong_norm(outputs: Outputs, alone: Any) -> None:
     """Fails when clipping without ZeRO counts the experts of all ranks: `clip_by_the_whole_norm` can go then."""
-    embedding = torch.load(output / "without_clip_by_the_whole_norm.pt", weights_only=True)
+    embedding = torch.load(outputs["without-workarounds"] / "without_clip_by_the_whole_norm.pt", weights_only=True)
     case = Case(family=CASES[0].family)
     wanted = alone(case).model.get_input_embeddings().weight
     assert (embedding - wanted).norm() > WEIGHT_TOLERANCE * wanted.norm()

@@ -26,7 +26,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.distributed
-def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
+def test_a_launch_that_hangs_is_stopped_with_its_ranks(cold: None, tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -42,7 +42,7 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_failing_rank_shows_its_traceback(tmp_path: Path) -> None:
+def test_a_failing_rank_shows_its_traceback(cold: None, tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise KeyError('wrong weight')\n")
     with pytest.raises(LaunchFailedError, match="KeyError: 'wrong weight'"):
@@ -78,7 +78,7 @@ def test_when_one_of_two_launchers_fails_both_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_orphans_of_a_launcher_that_was_killed_are_ended(tmp_path: Path) -> None:
+def test_orphans_of_a_launcher_that_was_killed_are_ended(cold: None, tmp_path: Path) -> None:
     """The rank has a session of its own and its parent is dead: only its environment tells whose it is."""
     note = tmp_path / "pid"
     rank = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
@@ -94,7 +94,7 @@ def test_orphans_of_a_launcher_that_was_killed_are_ended(tmp_path: Path) -> None
 
 
 @pytest.mark.distributed
-def test_a_launcher_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
+def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     launcher = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
     starter = "import sys; from shardwright.plugins.launching import run; run(['-c', sys.argv[1]], timeout_seconds=600)"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import BF16_CASES, FP32_CASES, RANKS, STEPS, WORKER_ENVIRONMENT, Case, all_cases, reference_of
-from shardwright.plugins.launching import torchrun
+from cases import BF16_CASES, FP32_CASES, RANKS, STEPS, Case, all_cases, reference_of
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -29,18 +29,16 @@ BETWEEN_STAGES_TOLERANCE = 2e-3
 def losses(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Case, list[float]]:
-    """Train all cases in one launch of two ranks."""
+    """Losses of a case, trained on two ranks when a test asks for them."""
     output = tmp_path_factory.mktemp("losses")
-    worker = Path(__file__).with_name("losses_worker.py")
-    arguments = [str(worker), str(tiny_llama), str(output)]
-    torchrun(arguments, ranks=RANKS, timeout_seconds=600, environment=WORKER_ENVIRONMENT)
-    found = {}
-    for case in all_cases():
+
+    def train(case: Case) -> list[float]:
+        run_ranks([Path(__file__).with_name("losses_worker.py"), tiny_llama, output, case.name], ranks=RANKS)
         record = json.loads((output / f"{case.name}.json").read_text())
-        assert record["world_size"] == RANKS
-        assert record["engine"] == case.engine
-        found[case] = record["losses"]
-    return found
+        assert (record["world_size"], record["engine"]) == (RANKS, case.engine)
+        return list(record["losses"])
+
+    return OnDemand(train)
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
@@ -76,7 +74,7 @@ def test_zero0_in_bf16_trains_after_a_step_on_zero_gradients(
     assert zero0[-1] > ddp[-1] + 0.05
 
 
-def test_the_model_learns(losses: dict[Case, list[float]]) -> None:
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_the_model_learns(case: Case, losses: dict[Case, list[float]]) -> None:
     """Losses that do not move would agree whatever the optimizer does."""
-    for case, values in losses.items():
-        assert values[-1] < values[0] - 0.8, case.name
+    assert losses[case][-1] < losses[case][0] - 0.8

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.measurement import FILE_NAME, measurement_from_text
-from shardwright.plugins.launching import torchrun
 from shardwright.plugins.planning import plan
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -47,10 +47,11 @@ def tiny_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plans(
     tiny_llama: Path, tiny_mixtral: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Plan every layout for two CPU ranks and run the entry point under all plans in one launch."""
+) -> dict[str, Path]:
+    """The directory of a layout's plan, under which the entry point ran on two ranks when a test asks for it."""
     directory = tmp_path_factory.mktemp("plans")
-    for name, axes in AXES.items():
+
+    def run(name: str) -> Path:
         model = tiny_mixtral if name == "expert" else tiny_llama
         replicas = 2 if name in ("data", "expert") else 1
         job = TrainingJob(
@@ -60,16 +61,17 @@ def plans(
             precision="fp32",
             optimizer="adamw_torch",
             strategy="zero1",
-            **axes,
+            **AXES[name],
         )
         plan(str(model), "2xCPU", job).write(directory / name)
-    worker = str(Path(__file__).with_name("parallel_entry_worker.py"))
-    torchrun([worker, str(directory), str(STEPS)], ranks=2, timeout_seconds=480)
-    return directory
+        run_ranks([Path(__file__).with_name("parallel_entry_worker.py"), directory / name, str(STEPS)])
+        return directory / name
+
+    return OnDemand(run)
 
 
-def losses_of(plans: Path, name: str) -> list[float]:
-    record = json.loads((plans / name / "losses.json").read_text())
+def losses_of(plans: dict[str, Path], name: str) -> list[float]:
+    record = json.loads((plans[name] / "losses.json").read_text())
     assert record["world_size"] == 2
     losses: list[float] = record["losses"]
     assert len(losses) == STEPS
@@ -77,20 +79,20 @@ def losses_of(plans: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "sequence", "tensor"])
-def test_axes_lose_what_data_parallelism_does(name: str, plans: Path) -> None:
+def test_axes_lose_what_data_parallelism_does(name: str, plans: dict[str, Path]) -> None:
     assert losses_of(plans, name) == pytest.approx(losses_of(plans, "data"), abs=1e-5)
 
 
-def test_a_mixture_of_experts_learns_under_its_plan(plans: Path) -> None:
+def test_a_mixture_of_experts_learns_under_its_plan(plans: dict[str, Path]) -> None:
     losses = losses_of(plans, "expert")
     assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("name", AXES)
-def test_the_saved_model_loads_and_the_run_was_measured_as_planned(name: str, plans: Path) -> None:
+def test_the_saved_model_loads_and_the_run_was_measured_as_planned(name: str, plans: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
-    directory = plans / name / "model"
+    directory = plans[name] / "model"
     _, loading = AutoModelForCausalLM.from_pretrained(
         directory, use_safetensors=True, trust_remote_code=False, output_loading_info=True
     )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from shardwright.plugins.launching import torchrun
+from warm_ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +25,7 @@ def test_example_trains_and_its_checkpoint_loads(name: str, deepspeed_cpu_ops: N
     script = EXAMPLES / f"{name}.py"
     command = f"torchrun --nproc-per-node 2 examples/{name}.py OUTPUT_DIR"
     assert command in script.read_text(), "what runs here is what its docstring says"
-    shown = torchrun([str(script), str(tmp_path / "model")], ranks=2, timeout_seconds=120)
+    shown = run_ranks([script, tmp_path / "model"])
     trained = re.search(rf"loss {NUMBER} to {NUMBER} on 2 ranks, {SHOWN[name]}", shown)
     loaded = re.search(rf"the checkpoint loads in plain Transformers, loss {NUMBER}", shown)
     assert trained and loaded, shown

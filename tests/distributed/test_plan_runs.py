@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from session import warm_path
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.plan import Plan
@@ -24,15 +26,15 @@ LAYOUTS = [
 ]
 
 
-def launch(made: Plan, directory: Path) -> list[float]:
-    """Write the plan, run its `launch.sh`'s line, and return the losses of its steps."""
+def launch(made: Plan, directory: Path, environment: dict[str, str]) -> list[float]:
+    """Write the plan, run its `launch.sh`, and return the losses of its steps."""
     made.write(directory)
     line = (directory / "launch.sh").read_text().splitlines()[-1]
     assert line.startswith("exec ")
     losses = directory / "losses.json"
     arguments = ["--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
     script = ["-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
-    run([*script, "bash", str(directory / "launch.sh"), *arguments], timeout_seconds=240)
+    run([*script, "bash", str(directory / "launch.sh"), *arguments], timeout_seconds=240, environment=environment)
     record = json.loads(losses.read_text())
     assert record["world_size"] == made.hardware.world_size
     check_measurement(made, directory / "model")
@@ -49,11 +51,14 @@ def check_measurement(made: Plan, output: Path) -> None:
 
 
 def test_generated_files_run_and_agree(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    """The first with the launcher that users have, the others with the same one in warm processes."""
     losses = []
+    warm = {"PATH": warm_path()}
+    cold = {"PYTHON_EXEC": sys.executable}
     for index, job in enumerate(LAYOUTS):
         made = plan(str(tiny_llama), "2xCPU", job)
         assert made.chosen.strategy.gradient_accumulation_steps == 2
-        losses.append(launch(made, tmp_path / str(index)))
+        losses.append(launch(made, tmp_path / str(index), warm if index else cold))
     reference = losses[0]
     assert len(reference) == STEPS
     for other in losses[1:]:

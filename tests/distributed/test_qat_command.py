@@ -6,18 +6,17 @@ import json
 import math
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from session import warm_command
 
 pytestmark = pytest.mark.distributed
 
 VOCAB, SEQ_LEN, SAVED = 300, 32, 20
-COMMAND = str(Path(sys.executable).parent / "shardwright")
 SETTINGS = {
     "dataset": "python-help#8",
     "seq-len": SEQ_LEN,
@@ -79,7 +78,16 @@ def test_interrupted_resumed_and_exported(tmp_path: Path, deepspeed_cpu_ops: Non
     model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
-    command = [COMMAND, "qat", "model", "--output-dir", "out", "--config", "settings.yaml", "--max-steps"]
+    command = [
+        *warm_command("shardwright"),
+        "qat",
+        "model",
+        "--output-dir",
+        "out",
+        "--config",
+        "settings.yaml",
+        "--max-steps",
+    ]
     code = interrupt_after([*command, "400"], tmp_path, steps=SAVED + 2)
     assert code == 130
     out = tmp_path / "out"

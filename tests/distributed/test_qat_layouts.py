@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import RANKS, WORKER_ENVIRONMENT
+from cases import RANKS
 from qat_cases import (
     ADAM_LEARNING_RATE,
     CASES,
@@ -25,7 +25,7 @@ from qat_cases import (
     save_models,
 )
 from shardwright.plugins.compressed_tensors import unpack_tensors, weight_codes, weight_scale_and_zero_point
-from shardwright.plugins.launching import torchrun
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -71,17 +71,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launched(models: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything that two ranks do, in one launch."""
+def launched(models: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where two ranks left what they did, by its name, done when a test asks for it."""
     output = tmp_path_factory.mktemp("two-ranks")
-    worker = str(Path(__file__).with_name("qat_worker.py"))
-    torchrun([worker, str(models), str(output)], ranks=RANKS, timeout_seconds=500, environment=WORKER_ENVIRONMENT)
-    return output
+
+    def run(name: str) -> Path:
+        run_ranks([Path(__file__).with_name("qat_worker.py"), models, output, name], ranks=RANKS)
+        return output
+
+    return OnDemand(run)
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(launched: Path) -> dict[Case, Outcome]:
-    return {case: outcome(launched / case.name) for case in (*CASES, *IN_BF16, *OFFLOADED)}
+def on_two_ranks(launched: dict[str, Path]) -> dict[Case, Outcome]:
+    return OnDemand(lambda case: outcome(launched[case.name] / case.name))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +162,7 @@ def test_the_export_holds_the_codes_of_what_was_trained(
     case: Case, on_two_ranks: dict[Case, Outcome], on_one_process: dict[Case, Outcome]
 ) -> None:
     """Quantized once more from the weights that the engine's own gathering gives, by the functions of quantize."""
-    found = (on_two_ranks | on_one_process)[case]
+    found = (on_one_process if case in on_one_process else on_two_ranks)[case]
     scheme, _ = callback_settings(case)
     expected = matrices(case, found.trained)
     assert len(expected) == 2 * (16 if case.mixture else 7)
@@ -247,9 +250,10 @@ def test_an_offloaded_optimizer_steps_learned_scales(
         assert torch.allclose(found.trained[name], wanted.trained[name], rtol=0, atol=1e-2 * ADAM_LEARNING_RATE), name
 
 
-def test_adapters_under_zero3_resume_and_reach_the_export(launched: Path) -> None:
+def test_adapters_under_zero3_resume_and_reach_the_export(launched: dict[str, Path]) -> None:
     """Ranges are a moving average: a resumed run that began anew would end elsewhere."""
-    whole, resumed = (outcome(launched / name) for name in ("whole", "resumed"))
+    output = launched["resumed"]
+    whole, resumed = (outcome(output / name) for name in ("whole", "resumed"))
     assert whole.trained.keys() == resumed.trained.keys()
     for name, value in whole.trained.items():
         assert torch.equal(resumed.trained[name], value), name
@@ -259,7 +263,7 @@ def test_adapters_under_zero3_resume_and_reach_the_export(launched: Path) -> Non
     assert any(name.endswith("input_scale") for name in whole.exported)
     # The first step only looks.
     assert whole.report["trained_steps"] == resumed.report["trained_steps"] == RESUMED_STEPS - 1
-    histories = [json.loads((launched / name / "history.json").read_text()) for name in ("whole", "resumed")]
+    histories = [json.loads((output / name / "history.json").read_text()) for name in ("whole", "resumed")]
     losses = [{row["step"]: row["loss"] for row in history if "loss" in row} for history in histories]
     assert losses[0] == losses[1] and len(losses[0]) == RESUMED_STEPS
     assert RESUMED.lora and whole.config["quantization_config"]["format"] == "int-quantized"

@@ -41,7 +41,9 @@ def assert_passed(found: Rehearsal) -> None:
     assert len(found.losses) == found.steps
 
 
-def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+def test_zero2_passes_through_the_command_and_writes_its_report(
+    cold: None, deepspeed_cpu_ops: None, tmp_path: Path
+) -> None:
     directory = written(tmp_path / "plan", strategy="zero2", global_batch_size=64)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
@@ -65,6 +67,7 @@ def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_op
         assert measured == pytest.approx(sum(report["predicted"][phase]["terms"].values()), rel=0.25)
 
 
+@pytest.mark.needs("libaio")
 def test_zero3_with_nvme_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     directory = written(tmp_path / "plan", nvme="/local_nvme:7TB", strategy="zero3", offload="nvme")
     found = rehearse(directory, steps=STEPS)

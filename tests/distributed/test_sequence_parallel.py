@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import WORKER_ENVIRONMENT
 from sequence_cases import FOUR_RANKS, TWO_RANKS, Case, run
-from shardwright.plugins.launching import torchrun
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -20,34 +19,41 @@ WEIGHT_TOLERANCE = 1e-4
 gradients near 0 by their own size."""
 
 
-def launched(ranks: int, output: Path) -> Path:
-    worker = str(Path(__file__).with_name("sequence_worker.py"))
-    torchrun([worker, str(output)], ranks=ranks, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
-    return output
+Outputs = dict[str, Path]
+"""Where ranks left what they did, by the case's name, done when a test asks for it."""
+
+
+def launched(ranks: int, output: Path) -> Outputs:
+    def run(name: str) -> Path:
+        run_ranks([Path(__file__).with_name("sequence_worker.py"), output, name], ranks=ranks)
+        return output
+
+    return OnDemand(run)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     return launched(2, tmp_path_factory.mktemp("sequence-2"))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     return launched(4, tmp_path_factory.mktemp("sequence-4"))
 
 
-def of_stock(output: Path, name: str) -> list[str]:
-    return [json.loads(path.read_text())[name] for path in sorted(output.glob("stock-*.json"))]
+def of_stock(outputs: Outputs, name: str) -> list[str]:
+    return [json.loads(path.read_text())[name] for path in sorted(outputs["stock"].glob("stock-*.json"))]
 
 
 def values(logs: list[dict[str, Any]], name: str) -> list[float]:
     return [float(entry[name]) for entry in logs if name in entry]
 
 
-def check_equal(case: Case, output: Path, tmp_path: Path) -> None:
+def check_equal(case: Case, outputs: Outputs, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     trainer, expected = run(case.alone, tmp_path, {"use_cpu": True})
+    output = outputs[case.name]
     logs = json.loads((output / f"{case.name}.json").read_text())
     names = ["loss"] + ["eval_spread", "eval_right"] * case.evaluates
     names += ["eval_loss"] * (case.evaluates and not case.fills_up_batches)
@@ -66,26 +72,26 @@ def check_equal(case: Case, output: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)
-def test_two_ranks_equal_one(case: Case, two_ranks: Path, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(case: Case, two_ranks: Outputs, tmp_path: Path) -> None:
     check_equal(case, two_ranks, tmp_path)
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS, ids=lambda case: case.name)
-def test_four_ranks_equal_one(case: Case, four_ranks: Path, tmp_path: Path) -> None:
+def test_four_ranks_equal_one(case: Case, four_ranks: Outputs, tmp_path: Path) -> None:
     check_equal(case, four_ranks, tmp_path)
 
 
-def test_stock_loss_fails_for_several_samples(two_ranks: Path) -> None:
+def test_stock_loss_fails_for_several_samples(two_ranks: Outputs) -> None:
     """Fails when transformers (5.17.0) or deepspeed (0.19.8) repair it."""
     assert any("view size is not compatible" in text for text in of_stock(two_ranks, "failure"))
 
 
-def test_stock_loss_fails_beside_data_parallelism(four_ranks: Path) -> None:
+def test_stock_loss_fails_beside_data_parallelism(four_ranks: Outputs) -> None:
     """Fails when torch (2.13.0) repairs the backward pass of its differentiable gather on gloo."""
     assert any("not part of group" in text for text in of_stock(four_ranks, "failure"))
 
 
-def test_stock_attention_and_groups_stay_for_the_process(two_ranks: Path) -> None:
+def test_stock_attention_and_groups_stay_for_the_process(two_ranks: Outputs) -> None:
     """Fails when deepspeed (0.19.8) leaves other models and a second run alone."""
     stock, own = "deepspeed.runtime.sequence_parallel.ulysses_sp", "transformers.integrations.sdpa_attention"
     assert of_stock(two_ranks, "attention") == [stock, stock]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import RANKS, WORKER_ENVIRONMENT
-from shardwright.plugins.launching import torchrun
+from cases import RANKS
 from shardwright.trainers.sparsity.targets import target_layers
 from sparsity_cases import EVERY, EXACT, HALF, METHODS, MOMENTUM, Case, model, train
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -25,11 +25,13 @@ def on_two_ranks(
     from safetensors.torch import load_file
 
     output = tmp_path_factory.mktemp("sparsity")
-    worker = str(Path(__file__).with_name("sparsity_worker.py"))
-    torchrun([worker, str(output)], ranks=RANKS, timeout_seconds=400, environment=WORKER_ENVIRONMENT)
-    for case in MOMENTUM:
-        assert json.loads((output / f"{case.name}.json").read_text()) == [0.5]
-    return {case: load_file(output / f"{case.name}.safetensors") for case in EVERY}
+
+    def run(case: Case) -> dict[str, torch.Tensor]:
+        run_ranks([Path(__file__).with_name("sparsity_worker.py"), output, case.name], ranks=RANKS)
+        assert case not in MOMENTUM or json.loads((output / f"{case.name}.json").read_text()) == [0.5]
+        return dict(load_file(output / f"{case.name}.safetensors"))
+
+    return OnDemand(run)
 
 
 @pytest.fixture(scope="module")

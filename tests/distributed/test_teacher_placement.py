@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import RANKS, WORKER_ENVIRONMENT
+from cases import RANKS
 from distillation_cases import models, save_models
-from shardwright.plugins.launching import torchrun
 from teacher_worker import CASES, STEPS, TeacherCase
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -34,19 +34,14 @@ def teacher_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def records(
     teacher_bytes: tuple[Path, int], deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Records:
-    """Run all cases in one launch; the records of each rank by case."""
+    """The records of each rank by case, made when a test asks for them."""
     output = tmp_path_factory.mktemp("placement")
-    worker = Path(__file__).with_name("teacher_worker.py")
-    torchrun(
-        [str(worker), str(teacher_bytes[0]), str(output)],
-        ranks=RANKS,
-        timeout_seconds=300,
-        environment=WORKER_ENVIRONMENT,
-    )
-    every = {*CASES, *(case.alone for case in CASES)}
-    return {
-        case: [json.loads((output / f"{case.name}-{rank}.json").read_text()) for rank in range(RANKS)] for case in every
-    }
+
+    def run(case: TeacherCase) -> list[dict[str, Any]]:
+        run_ranks([Path(__file__).with_name("teacher_worker.py"), teacher_bytes[0], output, case.name], ranks=RANKS)
+        return [json.loads((output / f"{case.name}-{rank}.json").read_text()) for rank in range(RANKS)]
+
+    return OnDemand(run)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

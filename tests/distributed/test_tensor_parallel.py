@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shardwright.plugins.accelerate import forget_last_run
-from shardwright.plugins.launching import torchrun
 from tensor_parallel_cases import (
     EVALUATION_SAMPLES,
     FOUR_RANKS,
@@ -21,6 +20,7 @@ from tensor_parallel_cases import (
     probe,
 )
 from transformers import AutoModelForCausalLM
+from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -33,16 +33,20 @@ ALL = [*((2, case) for case in TWO_RANKS), *((4, case) for case in FOUR_RANKS)]
 COMPARED = [(ranks, case) for ranks, case in ALL if case.has_reference]
 
 
-def launched(ranks: int, output: Path) -> Path:
-    worker = Path(__file__).with_name("tensor_parallel_worker.py")
-    torchrun([str(worker), str(output)], ranks=ranks, timeout_seconds=600)
-    return output
+Runs = dict[tuple[int, str], Path]
+"""Where so many ranks left what they did, by the case's name, done when a test asks for it."""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Train all cases in one launch of two ranks and one of four."""
-    return {ranks: launched(ranks, tmp_path_factory.mktemp(f"tp-{ranks}")) for ranks in (2, 4)}
+def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    outputs = {ranks: tmp_path_factory.mktemp(f"tp-{ranks}") for ranks in (2, 4)}
+
+    def run(key: tuple[int, str]) -> Path:
+        ranks, name = key
+        run_ranks([Path(__file__).with_name("tensor_parallel_worker.py"), outputs[ranks], name], ranks=ranks)
+        return outputs[ranks] / name
+
+    return OnDemand(run)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +74,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     return found
 
 
-def record(runs: dict[int, Path], ranks: int, case: Case, rank: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((runs[ranks] / case.name / f"record-{rank}.json").read_text())
+def record(runs: Runs, ranks: int, case: Case, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((runs[ranks, case.name] / f"record-{rank}.json").read_text())
     return found
 
 
@@ -81,7 +85,7 @@ def named(value: Any) -> str:
 
 @pytest.mark.parametrize(("ranks", "case"), COMPARED, ids=named)
 def test_losses_and_gradient_norms_equal_those_of_one_process(
-    ranks: int, case: Case, runs: dict[int, Path], references: dict[str, Any]
+    ranks: int, case: Case, runs: Runs, references: dict[str, Any]
 ) -> None:
     found, expected = record(runs, ranks, case), references[case.name]
     assert found["losses"] == pytest.approx(expected["losses"], abs=LOSS_TOLERANCE)
@@ -91,16 +95,16 @@ def test_losses_and_gradient_norms_equal_those_of_one_process(
     assert all(norm > 0.5 for norm in expected["grad_norms"]), "clipping is active"
 
 
-def test_bf16_is_near_fp32(runs: dict[int, Path], references: dict[str, Any]) -> None:
+def test_bf16_is_near_fp32(runs: Runs, references: dict[str, Any]) -> None:
     case = next(case for case in TWO_RANKS if case.name == "bf16")
     assert record(runs, 2, case)["losses"] == pytest.approx(references["zero0-sgd"]["losses"], abs=BF16_TOLERANCE)
 
 
 @pytest.mark.parametrize(("ranks", "case"), COMPARED, ids=named)
 def test_the_checkpoint_holds_the_weights_of_one_process(
-    ranks: int, case: Case, runs: dict[int, Path], references: dict[str, Any]
+    ranks: int, case: Case, runs: Runs, references: dict[str, Any]
 ) -> None:
-    directory = runs[ranks] / case.name
+    directory = runs[ranks, case.name]
     loaded = AutoModelForCausalLM.from_pretrained(directory / "model")
     weights, expected = loaded.state_dict(), references[case.name]["weights"]
     assert weights.keys() == expected.keys()
@@ -114,9 +118,7 @@ def test_the_checkpoint_holds_the_weights_of_one_process(
 
 
 @pytest.mark.parametrize(("ranks", "case"), COMPARED, ids=named)
-def test_metrics_see_every_sample_once(
-    ranks: int, case: Case, runs: dict[int, Path], references: dict[str, Any]
-) -> None:
+def test_metrics_see_every_sample_once(ranks: int, case: Case, runs: Runs, references: dict[str, Any]) -> None:
     found, expected = record(runs, ranks, case)["evaluation"], references[case.name]["evaluation"]
     assert found["eval_samples"] == EVALUATION_SAMPLES
     assert found["eval_tokens"] == expected["eval_tokens"]
@@ -127,7 +129,7 @@ def test_metrics_see_every_sample_once(
 
 
 @pytest.mark.parametrize(("ranks", "case"), ALL, ids=named)
-def test_groups_share_batches_and_whole_parameters(ranks: int, case: Case, runs: dict[int, Path]) -> None:
+def test_groups_share_batches_and_whole_parameters(ranks: int, case: Case, runs: Runs) -> None:
     records = [record(runs, ranks, case, rank) for rank in range(ranks)]
     seen = [tuple(one["seen"]) for one in records]
     assert seen[0] == seen[1]
@@ -138,16 +140,16 @@ def test_groups_share_batches_and_whole_parameters(ranks: int, case: Case, runs:
         assert one["local_elements"] < 0.8 * sum(parameter.numel() for parameter in case.model().parameters())
 
 
-def test_a_resumed_run_loses_the_same(runs: dict[int, Path]) -> None:
-    whole, rest = json.loads((runs[2] / "resumed" / "losses.json").read_text())
+def test_a_resumed_run_loses_the_same(runs: Runs) -> None:
+    whole, rest = json.loads((runs[2, "resumed"] / "losses.json").read_text())
     assert len(whole) == RESUMED_AT
     assert rest == pytest.approx(whole, abs=LOSS_TOLERANCE)
-    checkpoint = runs[2] / "resumed" / "whole" / f"checkpoint-{RESUMED_AT}"
+    checkpoint = runs[2, "resumed"] / "whole" / f"checkpoint-{RESUMED_AT}"
     assert AutoModelForCausalLM.from_pretrained(checkpoint).config.num_attention_heads == 4
 
 
-def test_refusals_before_the_first_step(runs: dict[int, Path]) -> None:
-    layer, forgotten = json.loads((runs[2] / "refused" / "answers.json").read_text())
+def test_refusals_before_the_first_step(runs: Runs) -> None:
+    layer, forgotten = json.loads((runs[2, "refused"] / "answers.json").read_text())
     assert layer.startswith("model.layers.*.mlp.extra")
     assert "no rule" in layer
     assert "callback.attach(trainer)" in forgotten

@@ -27,8 +27,6 @@ VOCAB_SIZE = 128
 SHORTEST, LONGEST = 5, 24
 """Tokens of a sample: micro-batches differ in length, and half of what they hold is padding."""
 IGNORED = -100
-WORKER_ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent.parent)}
-"""Lets a rank import what tests share."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Every parallel layout trains as one process does, step by step, and its checkpoint loads in plain Transformers.
 
-The reference is the Trainer of Transformers in one process, this one. All cases of a world size share one launch.
+The reference is the Trainer of Transformers in one process, this one. A case runs once, in ranks of its own, when a
+test first asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from equivalence.cases import (
     MAX_GRAD_NORM,
     STEPS,
     WEIGHT_TOLERANCE,
-    WORKER_ENVIRONMENT,
     Case,
     make_models,
     probe_batch,
@@ -25,12 +25,10 @@ from equivalence.cases import (
 )
 from equivalence.training import train_case
 from safetensors.torch import load_file
-from shardwright.plugins.launching import LaunchFailedError, torchrun
+from warm_ranks import OnDemand, run_ranks
 
-# The launches that all cases share count to the test that needs them first.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.distributed
 
-RANKS = sorted({case.ranks for case in CASES})
 REFERENCES = list(dict.fromkeys(reference_of(case) for case in CASES))
 
 
@@ -48,29 +46,34 @@ MISTAKES = {"mean-of-means": mean_of_means, "clipping": clip_one_percent_later}
 
 
 class Runs:
-    """What the runs left behind."""
+    """Trains cases when they are asked for."""
 
     def __init__(self, directory: Path, models: Path) -> None:
-        self.directory = directory
         self.models = models
-        self.launch_errors: dict[int, str] = {}
+        self._directory = directory
+        self._directories = OnDemand(self._run)
+
+    def directory(self, case: Case) -> Path:
+        """Return where a case left its files."""
+        return self._directories[case]
+
+    def _run(self, case: Case) -> Path:
+        directory = self._directory / case.name
+        directory.mkdir()
+        if case.strategy.engine == "single":
+            train_case(case, self.models, directory)
+        else:
+            run_ranks([Path(__file__).with_name("worker.py"), self.models, directory, case.name], ranks=case.ranks)
+        return directory
 
     def record(self, case: Case) -> dict[str, Any]:
-        """Return losses and gradient norms, or fail with what a rank said."""
-        directory = self.directory / case.name
-        failures = sorted(directory.glob("failure-rank*.txt"))
-        if failures:
-            pytest.fail(failures[0].read_text())
-        file = directory / "record.json"
-        if not file.is_file():
-            pytest.fail(self.launch_errors.get(case.ranks, "it was not run"))
-        record: dict[str, Any] = json.loads(file.read_text())
+        """Return losses and gradient norms."""
+        record: dict[str, Any] = json.loads((self.directory(case) / "record.json").read_text())
         return record
 
     def weights(self, case: Case) -> dict[str, Any]:
         """Return the saved tensors by their names in the model directory."""
-        self.record(case)
-        files = sorted((self.directory / case.name / "model").glob("*.safetensors"))
+        files = sorted((self.directory(case) / "model").glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
     def reloaded_logits(self, case: Case) -> Any:
@@ -78,8 +81,7 @@ class Runs:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.record(case)
-        directory = self.directory / case.name / "model"
+        directory = self.directory(case) / "model"
         model = AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True, trust_remote_code=False)
         with torch.no_grad():
             return model.eval()(**probe_batch(), use_cache=False).logits
@@ -87,20 +89,9 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Train the references here and every case in one launch for each number of ranks."""
     models = tmp_path_factory.mktemp("models")
-    found = Runs(tmp_path_factory.mktemp("runs"), models)
     make_models(models)
-    for reference in REFERENCES:
-        (found.directory / reference.name).mkdir()
-        train_case(reference, models, found.directory / reference.name)
-    worker = [str(Path(__file__).with_name("worker.py")), str(models), str(found.directory)]
-    for ranks in RANKS:
-        try:
-            torchrun(worker, ranks=ranks, timeout_seconds=1100, environment=WORKER_ENVIRONMENT)
-        except LaunchFailedError as error:
-            found.launch_errors[ranks] = str(error)
-    return found
+    return Runs(tmp_path_factory.mktemp("runs"), models)
 
 
 def by_name(case: Case) -> str:
@@ -139,7 +130,7 @@ def test_gradient_norms_equal_one_process(case: Case, runs: Runs) -> None:
 @pytest.mark.parametrize("case", CASES, ids=by_name)
 def test_the_checkpoint_gives_the_trained_logits_in_plain_transformers(case: Case, runs: Runs) -> None:
     reloaded = runs.reloaded_logits(case)
-    live = load_file(runs.directory / case.name / "live_logits.safetensors")["logits_BTV"]
+    live = load_file(runs.directory(case) / "live_logits.safetensors")["logits_BTV"]
     assert largest_difference(reloaded, live) <= LOGIT_TOLERANCE
     assert largest_difference(reloaded, runs.reloaded_logits(reference_of(case))) <= WEIGHT_TOLERANCE
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from equivalence.cases import Case, padded, probe_batch, samples
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers import prepare_model_directory_save, save_model_directory, training_arguments
 from shardwright.trainers.plan_parallelism import engine_logits, parallelism_of
 
@@ -45,16 +44,3 @@ def train_case(case: Case, models: Path, output: Path, *, change: Callable[[Any]
             "grad_norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
         }
         (output / "record.json").write_text(json.dumps(record))
-
-
-def train_cases(cases: list[Case], models: Path, output: Path, rank: int) -> None:
-    """Train one case after the other in one process group; a case that fails leaves its traceback."""
-    for case in cases:
-        directory = output / case.name
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            train_case(case, models, directory)
-        except Exception:
-            (directory / f"failure-rank{rank}.txt").write_text(traceback.format_exc())
-            traceback.print_exc()
-        forget_last_run()

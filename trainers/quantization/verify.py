@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.compressed_layout import layout_faults
-from ...plugins.launching import signal_name
+from ...plugins.launching import interpreter, signal_name
 from .reload_worker import FACTS, LOGITS
 
 TOLERANCE = 1e-3
@@ -142,7 +141,7 @@ def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_sec
 
     probe = {str(index): torch.tensor(row) for index, row in enumerate(reference.tokens)}
     save_file(probe, str(work / "probe.safetensors"))
-    command = [sys.executable, "-m", f"{__package__}.reload_worker", str(directory), str(work), reference.device]
+    command = [interpreter(), "-m", f"{__package__}.reload_worker", str(directory), str(work), reference.device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:

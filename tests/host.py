@@ -1,0 +1,55 @@
+"""What a host may lack: looked for once, and named with the line that would let its tests run.
+
+`SHARDWRIGHT_TESTS_REQUIRE`, names separated by commas, makes a missing one an error: CI installs what it can.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+def _has_libaio() -> bool:
+    from shardwright.plugins.deepspeed import has_libaio
+
+    return has_libaio()
+
+
+def _processor_has(flag: str) -> bool:
+    information = Path("/proc/cpuinfo")
+    return information.is_file() and flag in information.read_text().split()
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
+    "libaio": (_has_libaio, "apt-get install libaio-dev (its header, for NVMe offload)"),
+    "avx512_bf16": (lambda: _processor_has("avx512_bf16"), "a processor with AVX512-BF16"),
+    "accelerator": (_has_accelerator, "a GPU and a CUDA build of torch"),
+    "no-kernels": (lambda: importlib.util.find_spec("kernels") is None, "pip uninstall kernels"),
+}
+"""Whether it is there, and the way to have it."""
+
+
+@cache
+def _is_there(name: str) -> bool:
+    return OPTIONAL[name][0]()
+
+
+def require(*names: str) -> None:
+    """Skip the running test where something is missing, or fail it where that must be there."""
+    for name in names:
+        if not _is_there(name):
+            message = f"this host lacks {name}: {OPTIONAL[name][1]}"
+            if name in os.environ.get("SHARDWRIGHT_TESTS_REQUIRE", "").split(","):
+                pytest.fail(message)
+            pytest.skip(message)

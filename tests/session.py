@@ -1,0 +1,107 @@
+"""What a test session has of its own and takes away: a temporary directory, a data directory, warm processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+import psutil
+import warm_ranks
+
+_PREFIX = "shardwright-tests-"
+_LOCK = "in-use"
+COMMANDS = {
+    "accelerate": "-m accelerate.commands.accelerate_cli",
+    "torchrun": "-m torch.distributed.run",
+    "shardwright": "-m shardwright",
+}
+"""Console scripts that are there as warm processes too, in the directory of the interpreter."""
+
+
+class Session:
+    """An open session; its environment variables hold for this process and all that it starts."""
+
+    def __init__(self, directory: Path, lock: IO[str], server: ExitStack, environment: dict[str, str | None]) -> None:
+        self._directory = directory
+        self._lock = lock
+        self._server = server
+        self._environment = environment
+
+    def close(self) -> None:
+        """End every process of the session and remove its files."""
+        name = os.environ[warm_ranks.SERVER_NAME]
+        self._server.close()
+        _end_processes_with(warm_ranks.SERVER_NAME, name)
+        for variable, value in self._environment.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+        tempfile.tempdir = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._lock.close()
+
+
+def open_session() -> Session:
+    """Make the session's directory, remove those of sessions that were killed, and start the server."""
+    base = Path(tempfile.gettempdir())
+    for abandoned in _abandoned(base):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = (directory / _LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for name in ("data", "tmp", "bin"):
+        (directory / name).mkdir()
+    interpreter = warm_ranks.write_interpreter(directory / "bin")
+    for name, arguments in COMMANDS.items():
+        script = directory / "bin" / name
+        script.write_text(f"#!/bin/sh\nexec '{interpreter}' {arguments} \"$@\"\n")
+        script.chmod(0o755)
+    changed = {
+        "TMPDIR": str(directory / "tmp"),
+        "SHARDWRIGHT_DATA_DIR": str(directory / "data"),
+        "PYTHON_EXEC": str(interpreter),
+        # Two environments with one directory of compiled operators would compile them anew for each other.
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
+    }
+    before = {variable: os.environ.get(variable) for variable in changed}
+    os.environ.update(changed)
+    tempfile.tempdir = None
+    server = ExitStack()
+    server.enter_context(warm_ranks.server())
+    return Session(directory, lock, server, before)
+
+
+def _abandoned(base: Path) -> Iterator[Path]:
+    """Yield directories of sessions whose process is gone: the kernel has dropped its lock."""
+    for directory in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (directory / _LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield directory
+
+
+def _end_processes_with(variable: str, value: str) -> None:
+    """Kill every process, but this one and what it came from, that was started with a variable of the session."""
+    kept = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in kept and process.environ().get(variable) == value:
+                process.kill()
+
+
+def warm_command(name: str) -> list[str]:
+    """Return how a test starts one of `COMMANDS` without its imports."""
+    return [os.environ["PYTHON_EXEC"], *COMMANDS[name].split()]
+
+
+def warm_path() -> str:
+    """Return a search path on which `COMMANDS` are warm."""
+    return os.pathsep.join([str(Path(os.environ["PYTHON_EXEC"]).parent), os.environ["PATH"]])

@@ -1,0 +1,141 @@
+"""Ranks and commands of tests in processes that are forked from a server which has imported everything once.
+
+`run_ranks` is torchrun for tests: a group of ranks on this machine, each with its own environment, and a fresh process
+for every group. `warm_environment` lets any program start warm processes through `PYTHON_EXEC`, the variable with which
+torchrun lets users choose the interpreter: launchers, commands and ranks then spend no time on imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwright.plugins.launching import cpu_rank_environment, first_traceback, signal_name
+
+from warm_ranks.on_demand import OnDemand
+from warm_ranks.protocol import OPERATORS, SERVER_NAME, address, ask, receive_number
+
+_HERE = Path(__file__).parent
+OTHERS_END_SECONDS = 3.0
+"""What the other ranks of a group get to say, after one has failed: theirs may be the cause."""
+
+
+class RanksFailedError(AssertionError):
+    """A rank failed, was killed, or the group ran out of time; the message has its traceback."""
+
+    def __init__(self, message: str, *, output: str) -> None:
+        super().__init__(f"{message}\n{first_traceback(output)}")
+        self.output = output
+        """What all ranks printed."""
+
+
+@contextmanager
+def server() -> Iterator[None]:
+    """Start the session's server, which imports nothing until it is asked, and name it in this environment."""
+    name = uuid.uuid4().hex
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address(name))
+        listener.listen(64)
+        process = subprocess.Popen(
+            [sys.executable, str(_HERE / "server.py"), str(listener.fileno())],
+            stdin=subprocess.DEVNULL,
+            env=cpu_rank_environment(),
+            start_new_session=True,
+            pass_fds=[listener.fileno()],
+        )
+    os.environ[SERVER_NAME] = name
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        os.environ.pop(SERVER_NAME, None)
+
+
+def write_interpreter(directory: Path) -> Path:
+    """Write a program that takes the arguments of an interpreter and runs them in a warm process."""
+    path = directory / "python"
+    # A shebang cannot name an interpreter with spaces in its path.
+    path.write_text(f"#!/bin/sh\nexec '{sys.executable}' -I -S '{_HERE / 'interpreter.py'}' \"$@\"\n")
+    path.chmod(0o755)
+    return path
+
+
+def run_ranks(
+    arguments: Sequence[str | Path],
+    *,
+    ranks: int = 2,
+    timeout_seconds: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a script on CPU ranks, each in a fresh warm process, and return what they printed.
+
+    Raises:
+        RanksFailedError: A rank failed or a signal ended it, or time ran out; the others were ended.
+    """
+    from torch.distributed import TCPStore
+
+    # The store stays with this process, so that no port is chosen before it is bound.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        # Lets a rank import what tests share.
+        "PYTHONPATH": str(_HERE.parent),
+    }
+    shared = cpu_rank_environment() | group | dict(environment or {})
+    command = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory, contextlib.ExitStack() as stack:
+        logs = [Path(directory) / f"rank{rank}.log" for rank in range(ranks)]
+        running: dict[int, Any] = {}
+        for rank, log in enumerate(logs):
+            with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
+                streams = (nothing.fileno(), output.fileno(), output.fileno())
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}
+                connection = ask(command, shared | own, str(Path.cwd()), streams)
+            running[rank] = stack.enter_context(contextlib.closing(connection))
+            assert receive_number(connection), "the server of warm processes has ended"
+        ended = _wait(running, timeout_seconds)
+        output = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+        failed = next((rank for rank, status in ended.items() if status), None)
+        if failed is not None:
+            status = ended[failed]
+            how = f"was killed by {signal_name(-status)}" if status < 0 else f"failed with exit code {status}"
+            first = logs[failed].read_text(encoding="utf-8", errors="replace")
+            raise RanksFailedError(f"rank {failed} of {ranks} {how}: {' '.join(command)}", output=first + output)
+        if len(ended) < ranks:
+            message = f"{ranks - len(ended)} of {ranks} ranks were stopped after {timeout_seconds:g} s"
+            raise RanksFailedError(f"{message}: {' '.join(command)}", output=output)
+    return output
+
+
+def _wait(running: Mapping[int, Any], timeout_seconds: float) -> dict[int, int]:
+    """Return exit statuses in the order of their coming; ranks that had to be stopped are not in it."""
+    deadline = time.monotonic() + timeout_seconds
+    ended: dict[int, int] = {}
+    while len(ended) < len(running) and (left := deadline - time.monotonic()) > 0:
+        waiting = {connection: rank for rank, connection in running.items() if rank not in ended}
+        for connection in select.select(list(waiting), [], [], left)[0]:
+            status = receive_number(connection)
+            ended[waiting[connection]] = -signal.SIGKILL if status is None else status
+            if status != 0:
+                deadline = min(deadline, time.monotonic() + OTHERS_END_SECONDS)
+    return ended
+
+
+__all__ = ["OPERATORS", "SERVER_NAME", "OnDemand", "RanksFailedError", "run_ranks", "server", "write_interpreter"]

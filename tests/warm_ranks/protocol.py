@@ -1,0 +1,88 @@
+"""What passes between the server of warm processes and whoever asks it for one; imports little, so that it is quick.
+
+A request is what `execve` gets, with the three standard streams beside it; the answers are the process id and, when the
+process has ended, its exit status, negative for a signal.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SERVER_NAME = "WARM_RANKS_SERVER"
+"""Environment variable with the name of the session's server."""
+OPERATORS = ("cpu_adam", "deepspeed_shm_comm")
+"""DeepSpeed's operators that ranks of tests load."""
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that are passed on; whether they are ignored is passed on too."""
+_NUMBER_BYTES = 4
+_STREAMS = 3
+
+
+def address(name: str) -> str:
+    """Return the address of a server in Linux's abstract namespace, which leaves no file behind."""
+    return f"\0shardwright-tests-{name}"
+
+
+def ask(arguments: Sequence[str], environment: Mapping[str, str], directory: str, streams: Sequence[int]) -> Any:
+    """Ask for a process and return the connection, which ends it when it is closed.
+
+    `arguments` are those of the interpreter; `streams` are descriptors of standard input, output and error.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address(environment[SERVER_NAME]))
+    request = {
+        "arguments": list(arguments),
+        "environment": dict(environment),
+        "directory": directory,
+        "ignored_signals": [number for number in HANDLED_SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
+    }
+    body = json.dumps(request).encode()
+    descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))]
+    connection.sendmsg([len(body).to_bytes(_NUMBER_BYTES, "big")], descriptors)
+    connection.sendall(body)
+    return connection
+
+
+def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return a request and its streams; `None` when the other side has ended."""
+    descriptors = array.array("i")
+    prefix, ancillary, _, _ = connection.recvmsg(_NUMBER_BYTES, socket.CMSG_LEN(_STREAMS * descriptors.itemsize))
+    if len(prefix) < _NUMBER_BYTES:
+        return None
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return json.loads(_receive(connection, int.from_bytes(prefix, "big"))), list(descriptors)
+
+
+def send_number(connection: socket.socket, number: int) -> None:
+    """Send a process id or an exit status."""
+    connection.sendall(number.to_bytes(_NUMBER_BYTES, "big", signed=True))
+
+
+def receive_number(connection: socket.socket) -> int | None:
+    """Return what `send_number` sent; `None` when the server has ended."""
+    received = _receive(connection, _NUMBER_BYTES)
+    return int.from_bytes(received, "big", signed=True) if len(received) == _NUMBER_BYTES else None
+
+
+def end_as(status: int) -> None:
+    """End this process as one with `status` ended, by the same signal where one did it."""
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count and (chunk := connection.recv(count - len(received))):
+        received += chunk
+    return received

@@ -1,0 +1,257 @@
+"""The server of warm processes: imports torch, Transformers, Accelerate and DeepSpeed once and forks for each request.
+
+A process ends with whoever asked for it, whatever ended that one, and all end with the server, which ends with the
+process that started it. Nothing but imports happens before a fork, so that no state passes between requests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from protocol import HANDLED_SIGNALS, OPERATORS, end_as, receive_request, send_number
+
+PRELOADED = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.integrations.deepspeed",
+    "accelerate.commands.accelerate_cli",
+    "datasets",
+    "peft",
+    "bitsandbytes",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.pipe.engine",
+    "matplotlib.figure",
+    "shardwright.cli.main",
+    "shardwright.plugins.planning",
+    "shardwright.trainers.rehearsal",
+    "shardwright.trainers.rehearsal_worker",
+)
+"""What ranks, launchers and commands import before they do anything."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # Arrow's own allocator would start a thread, which does not survive a fork.
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+}
+"""Variables that these packages read while they are imported."""
+_SET_PARENT_DEATH_SIGNAL = 1
+"""`PR_SET_PDEATHSIG` of Linux's prctl."""
+
+
+class Server:
+    """Answers requests until the process that started it ends."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._listener = socket.socket(fileno=descriptor)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._processes: dict[int, tuple[int, socket.socket]] = {}
+        """Process id and asking connection, by the descriptor that tells of the process's end."""
+        self._warm = False
+
+    def serve(self) -> dict[str, Any]:
+        """Fork for every request; returns the request, in each child alone."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._selector.register(connection, selectors.EVENT_READ)
+                elif key.fd in self._processes:
+                    self._answer(key.fd)
+                elif isinstance(key.fileobj, socket.socket):
+                    request = self._read(key.fileobj)
+                    if request is not None:
+                        return request
+
+    def _read(self, connection: socket.socket) -> dict[str, Any] | None:
+        """Fork for a request, or end the process of whoever has ended. Returns the request in the child."""
+        try:
+            received = receive_request(connection)
+        except OSError:
+            received = None
+        if received is None:
+            self._selector.unregister(connection)
+            asked_for = [process for process, asking in self._processes.values() if asking is connection]
+            for process in asked_for:
+                _end_group(process)
+            if not asked_for:
+                connection.close()
+            return None
+        if not self._warm:
+            _import_all()
+            self._warm = True
+        _load_operators()
+        request, streams = received
+        process = os.fork()
+        if process == 0:
+            self._become(request, connection, streams)
+            return request
+        for stream in streams:
+            os.close(stream)
+        with contextlib.suppress(OSError):
+            send_number(connection, process)
+        descriptor = os.pidfd_open(process)
+        self._processes[descriptor] = process, connection
+        self._selector.register(descriptor, selectors.EVENT_READ)
+        return None
+
+    def _answer(self, descriptor: int) -> None:
+        process, connection = self._processes.pop(descriptor)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        # Workers of a data loader outlive a rank that was killed; its group is theirs until it is waited for.
+        _end_group(process)
+        _, status = os.waitpid(process, 0)
+        with contextlib.suppress(OSError):
+            send_number(connection, os.waitstatus_to_exitcode(status))
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _become(self, request: dict[str, Any], connection: socket.socket, streams: Sequence[int]) -> None:
+        """Turn the forked process into what was asked for, up to the code that it runs."""
+        os.setsid()
+        end_with_parent()
+        self._selector.close()
+        for other in (self._listener, connection, *(asking for _, asking in self._processes.values())):
+            other.close()
+        for descriptor in self._processes:
+            os.close(descriptor)
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)
+            os.close(stream)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["directory"])
+        for number in HANDLED_SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in request["ignored_signals"] else default)
+        _renew_streams()
+        _renew_what_a_process_draws()
+
+
+def _end_group(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _import_all() -> None:
+    """Import what processes share; what is not to be had is left to the process that needs it."""
+    for name in PRELOADED:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            traceback.print_exc()
+    gc.collect()
+    gc.freeze()
+
+
+def _load_operators() -> None:
+    """Load DeepSpeed's operators that are compiled: torch locks the directory of one at each load, and a rank that is
+    killed meanwhile would leave the lock to all others."""
+    from deepspeed.accelerator import get_accelerator
+    from shardwright.plugins.compiled_operators import BUILDERS, extensions_directory, is_compiled, stale_locks
+
+    directory = extensions_directory()
+    for name in OPERATORS:
+        builder = get_accelerator().create_op_builder(BUILDERS[name])
+        if builder.name in builder._loaded_ops or stale_locks(directory, [name]):
+            continue
+        if is_compiled(directory, name):
+            builder.load(verbose=False)
+
+
+def _renew_streams() -> None:
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = os.fdopen(descriptor, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
+        stream.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _renew_what_a_process_draws() -> None:
+    import numpy
+    import torch
+
+    random.seed()
+    numpy.random.seed()
+    tempfile.tempdir = None
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def run_as_interpreter(arguments: list[str]) -> int:
+    """Run what an interpreter with these arguments would run, and return its exit status, negative for a signal."""
+    while arguments[0] in ("-u", "-B"):
+        arguments = arguments[1:]
+    kind, *rest = arguments
+    try:
+        if kind == "-c":
+            _set_up(["-c", *rest[1:]], "")
+            main = sys.modules["__main__"] = type(sys)("__main__")
+            main.__dict__["__builtins__"] = builtins
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)  # noqa: S102
+        elif kind == "-m":
+            _set_up(rest, str(Path.cwd()))
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            _set_up(arguments, str(Path(kind).absolute().parent))
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        print(ended.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _set_up(arguments: list[str], first_path: str) -> None:
+    sys.argv = arguments
+    more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = [first_path, *more]
+
+
+def finish(status: int) -> NoReturn:
+    """End as an interpreter does, but for freeing all modules, which takes as long as a small training."""
+    for last in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+        with contextlib.suppress(BaseException):
+            last()
+    end_as(status)
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    os.environ.update(ENVIRONMENT)
+    finish(run_as_interpreter(Server(int(sys.argv[1])).serve()["arguments"]))
