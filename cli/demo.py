@@ -84,7 +84,7 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
         ShardwrightError: the launch fails or exceeds its time limit.
     """
     from ..plugins.compiled_operators import needed_operators, prepare_operators
-    from ..plugins.launching import python_arguments, run
+    from ..plugins.launching import at_free_port, python_arguments, run
 
     losses = output_dir / "losses.json"
     losses.unlink(missing_ok=True)
@@ -98,7 +98,13 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
     ]
     operators = needed_operators(offload_optimizer=False, nvme=False, optimizer=plan.job.optimizer)
     prepare_operators(operators, notify=print)
-    run(python_arguments(command), timeout_seconds=TIME_LIMIT_SECONDS, on_line=lambda line: print(line, flush=True))
+    command, port = at_free_port(command)
+    run(
+        python_arguments(command),
+        timeout_seconds=TIME_LIMIT_SECONDS,
+        on_line=lambda line: print(line, flush=True),
+        port=port,
+    )
     record: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
     if record["world_size"] != plan.hardware.world_size:
         raise ShardwrightError(f"{record['world_size']} ranks trained, the plan says {plan.hardware.world_size}")

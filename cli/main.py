@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError
 
 from .. import __version__
 from ..ds_configs.errors import FaultsError, ShardwrightError
+from ..plugins.bitsandbytes_checkpoint import quiet_optional_kernels
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
@@ -118,4 +119,5 @@ def main() -> None:
         # A bar or a path that the terminal's encoding lacks is shown escaped.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    quiet_optional_kernels()
     raise SystemExit(run(sys.argv[1:]))

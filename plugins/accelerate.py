@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from ..ds_configs.errors import Fault, ShardwrightError, UsageError
 from .auto_tp import forget_tensor_parallel
+from .shared_memory import release_buffer
 from .ulysses import forget_sequence_parallelism
 
 Engine = Literal["ddp", "deepspeed", "fsdp2"]
@@ -142,6 +143,8 @@ def _start_gloo_state(*, deepspeed: bool) -> None:
             f"Accelerate reports {state.num_processes} processes where the launcher started WORLD_SIZE = "
             f"{launched}: ranks would train on the same samples; use accelerate 1.15, which was tested"
         )
+    if deepspeed:
+        release_buffer()
 
 
 def _report_as_multi_accelerator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,15 @@ from typing import Any
 from ..ds_configs.errors import Fault, ShardwrightError, UsageError
 from ..ds_configs.quantization.layers import LinearLayer, selected_layers
 from ..ds_configs.quantization.scheme import QuantizationScheme
+
+
+def quiet_optional_kernels() -> None:
+    """Keep bitsandbytes from telling on stderr, whenever it is imported, that it lacks an optional package.
+
+    Seen with bitsandbytes 0.50.2 on processors with AVX512-BF16, without the package `kernels`
+    (`backends/cpu/ops.py`): its own 4-bit kernel is slower and right.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @dataclass(kw_only=True)

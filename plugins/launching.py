@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from ..ds_configs.errors import ShardwrightError
+from .shared_memory import remove_abandoned_buffers, remove_buffers
 
 TAIL_CHARACTERS = 6000
 _POLL_SECONDS = 0.1
@@ -75,6 +76,8 @@ class Launch:
     """Arguments of `interpreter`, such as `-m torch.distributed.run ...`."""
     environment: Mapping[str, str] | None = None
     """Variables beside those of `cpu_rank_environment`."""
+    port: int | None = None
+    """Where its ranks meet, by which the shared memory that they leave is known; `None` where it starts none."""
 
 
 def interpreter() -> str:
@@ -91,6 +94,18 @@ def python_arguments(command: Sequence[str]) -> tuple[str, ...]:
     return (*_LAUNCHERS[command[0]], *command[1:])
 
 
+def at_free_port(command: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return a launch line with a port that is free, and the port; torchrun's `--standalone` finds one by itself.
+
+    >>> at_free_port(["torchrun", "--standalone", "script.py"])
+    (['torchrun', '--standalone', 'script.py'], None)
+    """
+    if command[0] != "accelerate":
+        return list(command), None
+    port = free_port()
+    return [*command[:2], "--main_process_port", str(port), *command[2:]], port
+
+
 def torchrun(
     arguments: Sequence[str],
     *,
@@ -99,16 +114,18 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run a script or ``-m module`` on CPU ranks and return what it printed."""
-    command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), *arguments]
-    return run(python_arguments(command), timeout_seconds=timeout_seconds, environment=environment)
+    port = free_port()
+    command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(port), *arguments]
+    return run(python_arguments(command), timeout_seconds=timeout_seconds, environment=environment, port=port)
 
 
 def accelerate_launch(
     config_file: Path, module: str, arguments: Sequence[str], *, timeout_seconds: float = 240.0
 ) -> str:
     """Run ``accelerate launch --config_file config_file -m module`` and return what it printed."""
-    launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(free_port())]
-    return run(python_arguments([*launcher, "-m", module, *arguments]), timeout_seconds=timeout_seconds)
+    port = free_port()
+    launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(port)]
+    return run(python_arguments([*launcher, "-m", module, *arguments]), timeout_seconds=timeout_seconds, port=port)
 
 
 def run(
@@ -117,14 +134,17 @@ def run(
     timeout_seconds: float,
     environment: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
+    port: int | None = None,
 ) -> str:
-    """Run `interpreter` with ``arguments``, hand over each line as it is printed, and leave no process behind.
+    """Run `interpreter` with ``arguments``, hand over each line as it is printed, and leave nothing behind.
+
+    `port` is where ranks meet that DeepSpeed may give shared memory.
 
     Raises:
         LaunchFailedError: It failed, or it was stopped after ``timeout_seconds``; the message ends with the
             traceback of the rank that failed first.
     """
-    launch = Launch(arguments=tuple(arguments), environment=environment)
+    launch = Launch(arguments=tuple(arguments), environment=environment, port=port)
     return run_together([launch], timeout_seconds=timeout_seconds, on_line=on_line)
 
 
@@ -137,6 +157,9 @@ def run_together(
         LaunchFailedError: One failed, or all were stopped after ``timeout_seconds``.
     """
     token = uuid.uuid4().hex
+    ports = {launch.port for launch in launches if launch.port is not None}
+    if ports:
+        remove_abandoned_buffers()
     with tempfile.TemporaryDirectory(prefix="shardwright-launch-", ignore_cleanup_errors=True) as directory:
         running: list[_Running] = []
         try:
@@ -145,6 +168,8 @@ def run_together(
             failed, code = _wait(running, timeout_seconds, on_line or (lambda _: None))
         finally:
             _end_processes([started.process for started in running], token)
+            for port in ports:
+                remove_buffers(port)
         text = "".join(started.text() for started in running)
     if failed is None:
         return text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from shardwright.ds_configs.errors import UsageError
@@ -91,3 +94,15 @@ def test_what_is_ignored_stays_dense(source, tmp_path):
 def test_options_are_refused(source):
     with pytest.raises(UsageError, match="quant_type"):
         quantized(source, "NF4", quant_type="fp4")
+
+
+@pytest.mark.needs("avx512_bf16", "no-kernels")
+def test_bitsandbytes_still_tells_at_import_what_it_lacks():
+    """Fails when bitsandbytes (0.50.2) keeps quiet by itself: `quiet_optional_kernels` can go then."""
+    quiet = "from shardwright.plugins.bitsandbytes_checkpoint import quiet_optional_kernels as q; q(); "
+    told = [
+        subprocess.run([sys.executable, "-c", f"{before}import bitsandbytes"], capture_output=True, text=True).stderr
+        for before in ("", quiet)
+    ]
+    assert "No module named 'kernels'" in told[0]
+    assert told[1] == ""

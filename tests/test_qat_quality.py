@@ -33,7 +33,7 @@ from shardwright.trainers.qat.run_report import checkpoint_facts
 from small_llama import shared_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
-STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 250, 2, 4e-4, 48
+STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 120, 2, 4e-4, 32
 
 
 def samples(rows_NS: torch.Tensor) -> list[dict[str, list[int]]]:
@@ -56,17 +56,16 @@ def measured(llama) -> Comparison:
         learning_rate=LEARNING_RATE,
         seeds=(0,),
         batch_size=BATCH_SIZE,
-        ways=("ft-gptq", "qat-learned"),
+        ways=("qat-learned",),
         qat={"stored_dtype": "bfloat16"},
     )
 
 
-def test_learned_scales_recover_more_than_gptq(measured):
-    """Margin: 70 % of the gap, and 5 thousandths of a nat below GPTQ; 84 % and 17 ± 5 were found on 32 rows."""
-    learned, gptq = measured.recovered("qat-learned"), measured.recovered("ft-gptq")
-    assert learned is not None and gptq is not None
-    assert learned.value > max(0.7, gptq.value)
-    assert measured.advantage("qat-learned", "ft-gptq").value > 0.005
+def test_learned_scales_recover_most_of_what_rounding_loses(measured):
+    """Margin: half of the gap. How they compare with GPTQ takes more steps and seeds: benchmarks/qat_comparison.py."""
+    learned = measured.recovered("qat-learned")
+    assert learned is not None
+    assert learned.value > 0.5
     rounding = measured.advantage("qat-learned", "ft-rtn")
     assert rounding.value > 5 * rounding.standard_error > 0
 

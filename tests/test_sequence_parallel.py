@@ -367,7 +367,7 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("tiles", [None, 2, 5, 40])
 def test_tiles_change_neither_loss_nor_gradients(tiles: int | None, samples: int, tied: bool) -> None:
-    model = tiny(tie_word_embeddings=tied)
+    model = tiny(tie_word_embeddings=tied).double()
     ids = torch.randint(1, 96, (samples, 37))
     labels = torch.nn.functional.pad(torch.where(ids % 3 == 0, IGNORED, ids)[:, 1:], (0, 1), value=IGNORED)
     plain = torch.nn.functional.cross_entropy(model(ids).logits.transpose(1, 2), labels, reduction="sum")
@@ -376,10 +376,11 @@ def test_tiles_change_neither_loss_nor_gradients(tiles: int | None, samples: int
     hidden = model.model(ids).last_hidden_state
     tiled = tiled_cross_entropy(model, hidden, labels, tiles)
     found = gradients(model, tiled * 0.25)
-    assert tiled.item() == pytest.approx(plain.item(), rel=1e-6)
+    # The rounding of fp64, but for norms and losses, which compute in fp32 whatever comes in.
+    assert tiled.item() == pytest.approx(plain.item(), rel=1e-7)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, atol=1e-6 * float(gradient.abs().max()) + 1e-7), name
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max())), name
 
 
 def test_tiles_take_less_memory() -> None:

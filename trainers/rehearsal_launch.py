@@ -102,7 +102,8 @@ def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> 
     port = free_port()
     launches = [
         Launch(
-            arguments=python_arguments(launcher_command(rehearsed, settings.work, stage, node, settings.nodes, port))
+            arguments=python_arguments(launcher_command(rehearsed, settings.work, stage, node, settings.nodes, port)),
+            port=port,
         )
         for node in range(settings.nodes)
     ]

@@ -103,6 +103,7 @@ def upstream_norm() -> float:
     from deepspeed.runtime.utils import clip_grad_norm_
     from deepspeed.utils import groups
 
+    configure_cpu_ranks("deepspeed")
     grid = PipelineParallelGrid(topology=PipeDataParallelTopology(num_pp=2, num_dp=1))
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([3.0 + grid.get_stage_id()])

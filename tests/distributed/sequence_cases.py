@@ -236,6 +236,8 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         eval_strategy="steps" if case.evaluates else "no",
         eval_steps=2,
         optim=case.optimizer,
+        # Above the rounding of gradients near zero, of which Adam with a smaller one makes whole steps.
+        adam_epsilon=1e-6,
         learning_rate=0.5 if case.optimizer == "sgd" else 1e-3,
         weight_decay=0.1,
         max_grad_norm=0.5,

@@ -79,6 +79,8 @@ class Case:
             "max_steps": self.steps,
             "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
             "optim": self.optimizer,
+            # Above the rounding of gradients near zero, of which Adam with a smaller one makes whole steps.
+            "adam_epsilon": 1e-6,
             "lr_scheduler_type": "constant",
             "max_grad_norm": 0.5,
             "logging_steps": 1,

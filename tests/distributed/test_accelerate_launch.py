@@ -68,12 +68,14 @@ def read_losses(directory: Path, engine: str) -> list[float]:
 
 
 def test_zero2_bf16_loses_the_same_under_accelerate_and_torchrun(
-    cold: None, tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
+    tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
     """`accelerate launch` names the file in its environment, under torchrun TrainingArguments names it."""
     case = Case(engine="deepspeed", zero_stage=2, bf16=True, accumulation=2)
     config_file, arguments_file = write_plan(tmp_path, case)
-    accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, "--no-save"))
+    with pytest.MonkeyPatch.context() as cold:
+        cold.delenv("PYTHON_EXEC")
+        accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, "--no-save"))
     by_accelerate = read_losses(tmp_path, "deepspeed")
 
     arguments_file.write_text(json.dumps(case.training_arguments()))

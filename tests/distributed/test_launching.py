@@ -26,7 +26,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.distributed
-def test_a_launch_that_hangs_is_stopped_with_its_ranks(cold: None, tmp_path: Path) -> None:
+def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -34,9 +34,9 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(cold: None, tmp_path: Pat
         "time.sleep(600)\n"
     )
     started = time.monotonic()
-    with pytest.raises(LaunchFailedError, match="stopped after 25 s"):
-        torchrun([str(script), str(tmp_path)], timeout_seconds=25)
-    assert time.monotonic() - started < 70
+    with pytest.raises(LaunchFailedError, match="stopped after 15 s"):
+        torchrun([str(script), str(tmp_path)], timeout_seconds=15)
+    assert time.monotonic() - started < 60
     ranks = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
     assert not [rank for rank in ranks if is_running(rank)]
 

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from planning import MODELS
+from session import warm_command
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.plugins.planning import plan
 from shardwright.trainers.rehearsal import Rehearsal, rehearse
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.distributed
 
 LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")
 STEPS = 4
+MARK = "REHEARSAL_UNDER_TEST"
+"""Environment variable by which the processes of one rehearsal are known."""
 
 
 def written(directory: Path, hardware: str = "8xA100-80GB", nvme: str | None = None, **job: Any) -> Path:
@@ -41,9 +45,7 @@ def assert_passed(found: Rehearsal) -> None:
     assert len(found.losses) == found.steps
 
 
-def test_zero2_passes_through_the_command_and_writes_its_report(
-    cold: None, deepspeed_cpu_ops: None, tmp_path: Path
-) -> None:
+def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     directory = written(tmp_path / "plan", strategy="zero2", global_batch_size=64)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
@@ -95,31 +97,31 @@ def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
 @contextmanager
 def running_rehearsal(directory: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
     """Start the command, wait until both ranks run, and yield it with the ranks by number."""
-    command = [sys.executable, "-m", "shardwright", "rehearse", str(directory), "--format", "json"]
+    command = [*warm_command("shardwright"), "rehearse", str(directory), "--format", "json"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    mark = uuid.uuid4().hex
+    pipes["env"] = os.environ | {MARK: mark}
     # A shell's background job ignores SIGINT, and would pass that on.
     pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, **pipes) as process:
         try:
             ranks: dict[int, psutil.Process] = {}
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + 120
             while len(ranks) < 2 and time.monotonic() < deadline and process.poll() is None:
                 time.sleep(0.2)
-                ranks = dict(_ranks(psutil.Process(process.pid)))
+                ranks = dict(_ranks(mark))
             assert len(ranks) == 2
             yield process, ranks
         finally:
             process.kill()
 
 
-def _ranks(parent: psutil.Process) -> Iterator[tuple[int, psutil.Process]]:
-    for process in parent.children(recursive=True):
-        try:
-            rank = process.environ().get("RANK")
-        except psutil.Error:
-            continue
-        if rank is not None:
-            yield int(rank), process
+def _ranks(mark: str) -> Iterator[tuple[int, psutil.Process]]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get(MARK) == mark and "RANK" in environment:
+                yield int(environment["RANK"]), process
 
 
 def test_a_rank_that_is_killed_ends_the_rehearsal_and_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ MICRO_STEP_SAMPLES = 4
 ACCUMULATIONS = (1, 3)
 OPTIMIZERS = ("adamw_torch", "sgd")
 LEARNING_RATES: Mapping[str, float] = {"adamw_torch": 1e-3, "sgd": 0.5}
+ADAM_EPSILON = 1e-6
+"""Above the rounding of gradients that are near zero, of which Adam with a smaller one makes whole steps."""
 MAX_GRAD_NORM = 0.5
 """Below every gradient norm of these runs, so that each step is clipped."""
 LOSS_TOLERANCE = 1e-5
@@ -57,6 +59,7 @@ class Case:
             "per_device_train_batch_size": self.strategy.micro_batch_size,
             "gradient_accumulation_steps": self.strategy.gradient_accumulation_steps,
             "optim": self.optimizer,
+            "adam_epsilon": ADAM_EPSILON,
             "learning_rate": LEARNING_RATES[self.optimizer],
             "weight_decay": 0.1,
             "max_grad_norm": MAX_GRAD_NORM,

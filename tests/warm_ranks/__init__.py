@@ -24,6 +24,7 @@ from typing import Any
 
 from shardwright.plugins.launching import cpu_rank_environment, first_traceback, signal_name
 
+from shardwright.plugins.shared_memory import remove_buffers
 from warm_ranks.on_demand import OnDemand
 from warm_ranks.protocol import OPERATORS, SERVER_NAME, address, ask, receive_number
 
@@ -112,6 +113,7 @@ def run_ranks(
             assert receive_number(connection), "the server of warm processes has ended"
         ended = _wait(running, timeout_seconds)
         output = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+        remove_buffers(store.port)
         failed = next((rank for rank, status in ended.items() if status), None)
         if failed is not None:
             status = ended[failed]

@@ -163,6 +163,9 @@ def end_with_parent() -> None:
 
 def _import_all() -> None:
     """Import what processes share; what is not to be had is left to the process that needs it."""
+    from shardwright.plugins.bitsandbytes_checkpoint import quiet_optional_kernels
+
+    quiet_optional_kernels()
     for name in PRELOADED:
         try:
             importlib.import_module(name)

@@ -13,7 +13,7 @@ from ...ds_configs.errors import ShardwrightError
 from ...ds_configs.plan import Plan
 from ...ds_configs.render.launch import launch_arguments
 from ...ds_configs.render.training_arguments import training_arguments as planned_arguments
-from ...plugins.launching import LaunchFailedError, free_port, python_arguments, run
+from ...plugins.launching import LaunchFailedError, at_free_port, python_arguments, run
 from ..datasets.samples import Samples
 from .inputs import Notify, evaluation_batch_size
 from .ranks import FAILURE, PROGRESS
@@ -100,9 +100,7 @@ def launch(module: str, job: LaunchedJob, plan: Plan, plan_directory: Path, work
     (work / JOB_FILE).write_text(job.model_dump_json(indent=1), encoding="utf-8")
     command = launch_arguments(plan, directory=str(plan_directory))
     command = command[: command.index("-m")]
-    if command[0] == "accelerate":
-        command += ["--main_process_port", str(free_port())]
-    command += ["-m", module, "--settings", str(work / JOB_FILE)]
+    command, port = at_free_port([*command, "-m", module, "--settings", str(work / JOB_FILE)])
 
     def on_line(line: str) -> None:
         if line.startswith(PROGRESS):
@@ -117,6 +115,7 @@ def launch(module: str, job: LaunchedJob, plan: Plan, plan_directory: Path, work
             timeout_seconds=_LONGEST_RUN_SECONDS,
             environment=_accelerators(plan),
             on_line=on_line,
+            port=port,
         )
     except LaunchFailedError as error:
         raise failure_cause(error, work) from None

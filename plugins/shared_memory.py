@@ -1,0 +1,80 @@
+"""Shared memory that DeepSpeed leaves behind on CPU ranks: released once all ranks have it, removed where a rank died.
+
+Seen with deepspeed 0.19.8 (`ops/csrc/cpu/comm/shm.cpp`): where `LOCAL_SIZE` is the world size, as DeepSpeed's own
+launcher sets it, each rank creates `/dev/shm/deepspeed_allreduce_buffer_<uid>_<address>_<port>_<rank>` of 69 MB, maps
+those of all ranks, and never unlinks it. A mapping outlives its name, so the name can go as soon as every rank has
+mapped every file.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+DIRECTORY = Path("/dev/shm")  # noqa: S108
+ABANDONED_SECONDS = 60.0
+"""Age below which a file that no visible process has may belong to one that this process cannot see."""
+_PREFIX = "deepspeed_allreduce_buffer"
+
+
+def release_buffer() -> None:
+    """Unlink this rank's file after a barrier, behind which every rank has mapped it; call it once DeepSpeed is up."""
+    import torch.distributed
+
+    own = DIRECTORY / "_".join(
+        [_PREFIX, str(os.getuid()), *(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))]
+    )
+    # The variable is the same on all ranks, so that all of them come here or none does.
+    if os.environ.get("LOCAL_SIZE") != os.environ.get("WORLD_SIZE"):
+        return
+    torch.distributed.barrier()
+    own.unlink(missing_ok=True)
+
+
+def remove_buffers(port: int) -> None:
+    """Remove what the ranks that met at `port` left, after they have ended, however they did."""
+    _remove(_unused(_files(f"*_{port}_*")))
+
+
+def remove_abandoned_buffers() -> None:
+    """Remove this user's files that no process has open or mapped and that are older than `ABANDONED_SECONDS`."""
+    now = time.time()
+    _remove(file for file in _unused(_files("*")) if now - _changed(file, now) > ABANDONED_SECONDS)
+
+
+def _files(pattern: str) -> list[Path]:
+    return sorted(DIRECTORY.glob(f"{_PREFIX}_{os.getuid()}_{pattern}"))
+
+
+def _unused(files: list[Path]) -> list[Path]:
+    """Return the files that no process of this user has mapped or open; its creator does both until it ends."""
+    if not files:
+        return []
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            used.update(line.split(maxsplit=5)[5] for line in _mapped(process))
+            used.update(str(link.readlink()) for link in (process / "fd").iterdir())
+        except OSError:
+            # It ended meanwhile, or is another user's.
+            continue
+    return [file for file in files if str(file) not in used]
+
+
+def _mapped(process: Path) -> Iterable[str]:
+    text = (process / "maps").read_text(encoding="utf-8", errors="replace")
+    return (line for line in text.splitlines() if _PREFIX in line)
+
+
+def _changed(file: Path, missing: float) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return missing
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
