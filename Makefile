@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TYPECHECK := build/typecheck
-SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist worksteal
+# Modules stay whole, so that what their tests share is made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+ROOM ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install readme demo test test-fast lint format gallery activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
-	@echo "make test    run the whole suite"
+	@echo "make test    run the whole suite; ROOM=distillation: what has that word in its path or name"
+	@echo "make test-fast    run what takes no real training, launch or installation"
 	@echo "make lint    ruff and mypy"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"
 
@@ -29,13 +32,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/shardwright demo --force
 
-# Tests of one process run beside one another; those that start ranks of their own need all cores.
+# make test ROOM=distillation runs the tests with that word in their path or name.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not distributed and not install"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "distributed or install"
+	$(PYTEST) $(if $(ROOM),-k "$(ROOM)")
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not distributed and not install and not trace"
+	$(PYTEST) -m "not distributed and not install and not trace and not slow"
 
 # mypy resolves relative imports from files, so it sees the checkout under the package's own name.
 lint: install

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
@@ -148,6 +149,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@cache
 def grid() -> list[Case]:
     """Return legal cases in which every legal pair of values occurs, and at least `LEAST_CASES` of them."""
     every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -30,6 +31,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave the machine as it was, however the session ended."""
     if _SESSION in config.stash:
         config.stash[_SESSION].close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,6 +17,8 @@ from shardwright.plugins.compressed_tensors import dequantize, unpack_tensors
 from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
 from shardwright.plugins.transformers import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"iters": 2}
 
 

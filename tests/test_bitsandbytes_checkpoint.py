@@ -12,6 +12,8 @@ from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.plugins.bitsandbytes_checkpoint import quantize_with_bitsandbytes
 from shardwright.plugins.llm_compressor.loading import open_source
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):

@@ -31,6 +31,8 @@ from shardwright.trainers.distillation.text_alignment import (
     token_offsets,
 )
 
+pytestmark = pytest.mark.slow
+
 TEXT = "Ünïcode and 日本 🤗 are  split in two\n\tways: x = {'a': 1}; return x  "
 
 

@@ -14,6 +14,8 @@ from shardwright.ds_configs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation.clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
 from shardwright.trainers.distillation.contrastive import feature_loss, interactive_loss, similarity_loss, task_loss
 
+pytestmark = pytest.mark.slow
+
 ROWS = 7
 
 

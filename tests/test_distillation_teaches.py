@@ -12,6 +12,8 @@ from shardwright.trainers.distillation import AttentionTerm, DistillationConfig,
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+pytestmark = pytest.mark.slow
+
 WORDS, SAMPLES, HELD_OUT, LENGTH, STEPS = 64, 256, 64, 24, 48
 REQUIRED_SHARE = 0.5
 """The distilled student may keep at most this share of the other's distance to the truth. Seen: 0.21 to 0.24."""

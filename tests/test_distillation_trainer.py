@@ -21,6 +21,8 @@ from shardwright.trainers.distillation import (
 from shardwright.trainers.distillation.batch import split_batch
 from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, own_randomness, prompts_of
 
+pytestmark = pytest.mark.slow
+
 ALPHA, TEMPERATURE = 0.6, 2.0
 
 

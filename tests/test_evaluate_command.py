@@ -19,6 +19,8 @@ from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.evaluation.report import FILE_NAMES, verdict
 from transformers import LlamaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 TASK = """\
 task: {name}
 dataset_path: json

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_" + "NeverShowThisToken" * 2
 CONFIG = json.loads((Path(__file__).parent / "data/models/meta-llama--Llama-3.1-8B/config.json").read_text())

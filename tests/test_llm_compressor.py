@@ -21,6 +21,8 @@ from shardwright.plugins.llm_compressor.quiet import import_upstream, quiet_upst
 from shardwright.plugins.llm_compressor.recipe_objects import build_modifiers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 LAYERS, VOCAB_SIZE = 4, 67
 W4 = changed(scheme_named("W4A16"), group_size=32)
 STATIC = scheme_named("W8A8_STATIC")

@@ -18,6 +18,8 @@ from shardwright.trainers.qat.checkpoint_record import resume_faults
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+pytestmark = pytest.mark.slow
+
 SCHEME = changed(scheme_named("W4A16"), group_size=16)
 
 

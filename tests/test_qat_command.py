@@ -41,6 +41,8 @@ from shardwright.trainers.qat.run_report import (
     weights_sentence,
 )
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 300
 DATA = ("--dataset", "python-help#8", "--seq-len", 32)
 OUT = ("--output-dir", "out")

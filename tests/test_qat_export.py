@@ -33,6 +33,8 @@ from transformers import (
     set_seed,
 )
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE, SEQ_LEN = 300, 32
 ROWS = [[(row * 37 + place * 11 + place * place) % VOCAB_SIZE for place in range(SEQ_LEN)] for row in range(12)]
 PROBE = [ROWS[0], ROWS[5][:7]]

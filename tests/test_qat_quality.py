@@ -33,6 +33,8 @@ from shardwright.trainers.qat.run_report import checkpoint_facts
 from small_llama import shared_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 120, 2, 4e-4, 32
 
 

@@ -20,6 +20,8 @@ from shardwright.trainers.quantization.verify import (
     verify_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 SCHEME = scheme_named("W4A16")
 TOKENS = [[5, 9, 300, 7, 1], [1, 2, 3]]
 

@@ -15,6 +15,8 @@ import pytest
 from session import warm_command
 from shardwright.cli.main import run
 
+pytestmark = pytest.mark.slow
+
 BRIEF = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "8", "--no-evaluate")
 
 

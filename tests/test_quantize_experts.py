@@ -18,6 +18,8 @@ from shardwright.plugins.llm_compressor.fixes import torchvision_is_not_needed
 from shardwright.plugins.llm_compressor.loading import open_source
 from shardwright.plugins.transformers import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,

@@ -26,6 +26,8 @@ from small_llama import (
     unigram_perplexity,
 )
 
+pytestmark = pytest.mark.slow
+
 CALIBRATION_ROWS = 64
 OUTLIERS = {"channels": range(0, 256, 16), "factor": 50.0}
 CLEAR = 3.0

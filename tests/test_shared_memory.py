@@ -14,7 +14,9 @@ from shardwright.plugins.launching import LaunchFailedError, free_port, run
 from shardwright.plugins.shared_memory import ABANDONED_SECONDS, remove_abandoned_buffers, remove_buffers
 from warm_ranks import run_ranks
 
-HOLD = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); print(); sys.stdin.read()"
+HOLD = (
+    "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); print(); sys.stdin.read()"
+)
 LAUNCH = """
 import os, signal, sys
 from shardwright.plugins.accelerate import configure_cpu_ranks

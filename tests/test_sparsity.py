@@ -30,6 +30,8 @@ from shardwright.trainers.sparsity.schedule import PruningSchedule
 from shardwright.trainers.sparsity.targets import target_layers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+pytestmark = pytest.mark.slow
+
 LINEAR = 14
 """Linear layers of the model but its head: seven in each of two layers."""
 

@@ -31,6 +31,8 @@ from shardwright.trainers.distillation.objective import LogitTargets, TokenObjec
 from shardwright.trainers.distillation.plain_loss import plain_token_loss
 from shardwright.trainers.distillation.teacher_cache import CachedTeacherDataset, TeacherCache
 
+pytestmark = pytest.mark.slow
+
 K = 50
 
 

@@ -1,4 +1,7 @@
-"""Every engine trains alike: plain DDP, FSDP2 and ZeRO 0 to 3, resident and offloaded, lose the same."""
+"""Every engine trains alike in bf16: plain DDP, FSDP2 and ZeRO 0 to 3, resident and offloaded.
+
+In fp32 they are compared in tests/equivalence.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,10 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import BF16_CASES, FP32_CASES, RANKS, STEPS, Case, all_cases, reference_of
+from cases import BF16_CASES, RANKS, STEPS, Case, all_cases, reference_of
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
-
-FP32_TOLERANCE = 1e-5
-"""Sums in another order; DeepSpeed's CPU Adam rounds differently from torch's. Seen: 3e-6."""
 
 BF16_TOLERANCE = 1e-2
 """DDP computes in bf16 where autocast says so and from fp32 weights; DeepSpeed casts all weights, so that every
@@ -44,11 +44,6 @@ def losses(
 def largest_difference(one: list[float], other: list[float]) -> float:
     assert len(one) == len(other) == STEPS
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("case", FP32_CASES, ids=lambda case: case.name)
-def test_fp32_losses_equal_those_of_ddp(case: Case, losses: dict[Case, list[float]]) -> None:
-    assert largest_difference(losses[case], losses[reference_of(case)]) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("case", BF16_CASES, ids=lambda case: case.name)

@@ -71,7 +71,7 @@ class Case:
             "disable_tqdm": True,
         }
         if self.strategy.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_config(self.strategy.zero_stage or 0)
+            arguments["deepspeed"] = deepspeed_config(self.strategy)
         if self.strategy.engine == "fsdp2":
             arguments |= {
                 "fsdp": True,
@@ -80,22 +80,25 @@ class Case:
         return arguments
 
 
-def deepspeed_config(zero_stage: int) -> dict[str, Any]:
+def deepspeed_config(strategy: Strategy) -> dict[str, Any]:
     """Return a small DeepSpeed configuration; buckets hold several tensors but not the whole model."""
-    sizes = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
-    if zero_stage == 3:
+    sizes: dict[str, Any] = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+    if strategy.zero_stage == 3:
         sizes = {"reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100}
+    for part in ("optimizer", "param"):
+        if getattr(strategy, f"offload_{part}") == "cpu":
+            sizes[f"offload_{part}"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": zero_stage, **sizes},
+        "zero_optimization": {"stage": strategy.zero_stage or 0, **sizes},
     }
 
 
-def _deepspeed(zero_stage: int, data: int, **axes: int) -> Strategy:
+def _deepspeed(zero_stage: int, data: int, **axes: Any) -> Strategy:
     data_axis = {"dp_shard": data} if zero_stage else {"dp_replicate": data}
     return Strategy(engine="deepspeed", zero_stage=zero_stage, **data_axis, **axes)
 
@@ -124,14 +127,23 @@ FURTHER: dict[str, Strategy] = {
     "ep2-dp2-zero2": _deepspeed(2, 4, ep=2),
     "ep2-dp2-zero3": _deepspeed(3, 4, ep=2),
     "cp2-fsdp2": Strategy(engine="fsdp2", cp=2),
+    "zero0": _deepspeed(0, 2),
 }
-"""Layouts that combine axes which stand alone above, and context parallelism; each is run with every optimizer and
-every accumulation once."""
+"""Layouts that combine axes which stand alone above, context parallelism and DeepSpeed without ZeRO; each is run with
+every optimizer and every accumulation once."""
+
+OFFLOADED: dict[str, Strategy] = {
+    "zero1-offload": _deepspeed(1, 2, offload_optimizer="cpu"),
+    "zero2-offload": _deepspeed(2, 2, offload_optimizer="cpu"),
+    "zero3-offload": _deepspeed(3, 2, offload_optimizer="cpu"),
+    "zero3-offload-param": _deepspeed(3, 2, offload_optimizer="cpu", offload_param="cpu"),
+}
+"""Layouts whose optimizer, DeepSpeed's CPU Adam, steps on the host; run with every accumulation."""
 
 
 def case_of(layout: str, optimizer: str, accumulation: int) -> Case:
     """Return a layout's run; however many ranks see different samples, a micro-step has the same ones."""
-    strategy = (LAYOUTS | FURTHER)[layout]
+    strategy = (LAYOUTS | FURTHER | OFFLOADED)[layout]
     sized = replace(
         strategy,
         micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size,
@@ -162,11 +174,7 @@ CASES += [
     for layout in FURTHER
     for optimizer, accumulation in zip(OPTIMIZERS, ACCUMULATIONS, strict=True)
 ]
-
-
-def cases_of(ranks: int) -> list[Case]:
-    """Return the cases of the launch with so many ranks."""
-    return [case for case in CASES if case.ranks == ranks]
+CASES += [case_of(layout, "adamw_torch", accumulation) for layout in OFFLOADED for accumulation in ACCUMULATIONS]
 
 
 def samples() -> list[dict[str, Any]]:

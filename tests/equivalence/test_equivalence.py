@@ -121,7 +121,8 @@ def test_final_weights_equal_one_process(case: Case, runs: Runs) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("case", CASES, ids=by_name)
+# Without ZeRO, DeepSpeed tells no norm but of a pipeline; SGD shows a wrong one in the weights.
+@pytest.mark.parametrize("case", [case for case in CASES if case.layout != "zero0"], ids=by_name)
 def test_gradient_norms_equal_one_process(case: Case, runs: Runs) -> None:
     record, reference = runs.record(case), runs.record(reference_of(case))
     assert record["grad_norms"] == pytest.approx(reference["grad_norms"], rel=WEIGHT_TOLERANCE)
