@@ -1,6 +1,6 @@
 """What a host may lack: looked for once, and named with the line that would let its tests run.
 
-`SHARDWRIGHT_TESTS_REQUIRE`, names separated by commas, makes a missing one an error: CI installs what it can.
+`TESTS_REQUIRE`, names separated by commas, makes a missing one an error: CI installs what it can.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ def require(*names: str) -> None:
     for name in names:
         if not _is_there(name):
             message = f"this host lacks {name}: {OPTIONAL[name][1]}"
-            if name in os.environ.get("SHARDWRIGHT_TESTS_REQUIRE", "").split(","):
+            if name in os.environ.get("TESTS_REQUIRE", "").split(","):
                 pytest.fail(message)
             pytest.skip(message)

@@ -53,8 +53,8 @@ class Session:
 def open_session() -> Session:
     """Make the session's directory, remove those of sessions that were killed, and start the server."""
     base = Path(tempfile.gettempdir())
-    for abandoned in _abandoned(base):
-        shutil.rmtree(abandoned, ignore_errors=True)
+    for left_behind in abandoned(base):
+        shutil.rmtree(left_behind, ignore_errors=True)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = (directory / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +80,7 @@ def open_session() -> Session:
     return Session(directory, lock, server, before)
 
 
-def _abandoned(base: Path) -> Iterator[Path]:
+def abandoned(base: Path) -> Iterator[Path]:
     """Yield directories of sessions whose process is gone: the kernel has dropped its lock."""
     for directory in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), (directory / _LOCK).open("a") as lock:

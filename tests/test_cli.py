@@ -296,6 +296,7 @@ def test_a_failing_write_changes_nothing(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     name=st.sampled_from(["meta-llama--Llama-3.2-1B", "meta-llama--Llama-3.1-70B"]),

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MODELS = Path(__file__).parent / "data" / "models"
 LLAMA = MODELS / "meta-llama--Llama-3.1-8B"
 COMMAND = str(Path(sys.executable).parent / "shardwright")

@@ -21,6 +21,8 @@ from shardwright.trainers.distillation.objective import HiddenTargets, LogitTarg
 from shardwright.trainers.distillation.plain_loss import plain_token_loss
 from shardwright.trainers.distillation.top_k import top_k_divergence_rows, top_k_targets
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl", "total_variation")
 MIXTURE = 0.3
 WIDTH = 24

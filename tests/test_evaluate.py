@@ -23,6 +23,8 @@ from shardwright.trainers.evaluation.stored_sizes import StoredTensor, sizes_of,
 from shardwright.trainers.evaluation.text_windows import TextRequest, text_windows, windows_of
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 IGNORED = -100
 
 

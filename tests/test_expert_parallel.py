@@ -22,6 +22,8 @@ from shardwright.trainers.expert_parallel.balance import (
 )
 from shardwright.trainers.expert_parallel.expert_parallel_callback import ExpertParallelCallback
 
+pytestmark = pytest.mark.slow
+
 LEGAL: dict[str, Any] = {"ep": 4, "model_type": "mixtral", "num_experts": 8, "data_parallel_size": 8, "zero_stage": 2}
 EXPERTS = 4
 

@@ -13,6 +13,8 @@ from shardwright.trainers.quantization.low_rank_residual import LowRankOptions, 
 from shardwright.trainers.quantization.spqr import load_spqr, quantize_with_low_rank
 from test_spqr import correlated, logits, samples, small_model
 
+pytestmark = pytest.mark.slow
+
 PLAIN = LowRankOptions(bits=3, group_size=32)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from itertools import product
 
+import pytest
 from memory_accuracy import DOCUMENT, MEASURED, Row, case_table, group_table, rows, verdict
 from memory_cases import VALUES, Case, grid, pairs
+
+pytestmark = pytest.mark.slow
 
 
 def stored() -> list[Row]:

@@ -29,6 +29,8 @@ from shardwright.trainers.pipeline.evaluation import own_samples
 from shardwright.trainers.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
 from shardwright.trainers.pipeline.source import balanced, source_of
 
+pytestmark = pytest.mark.slow
+
 
 def batch_of(samples: int, tokens: int, *, masked: bool) -> dict[str, torch.Tensor]:
     ids_BS = torch.arange(1, samples * tokens + 1).view(samples, tokens)

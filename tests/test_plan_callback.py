@@ -14,6 +14,8 @@ from shardwright.ds_configs.measurement import FILE_NAME, RunMeasurement, measur
 from shardwright.ds_configs.plan import Plan
 from shardwright.plugins.planning import plan
 
+pytestmark = pytest.mark.slow
+
 SEQ_LEN = 16
 JOB = TrainingJob(seq_len_tokens=SEQ_LEN, micro_batch_size=2, global_batch_size=4, precision="fp32")
 

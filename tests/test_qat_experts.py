@@ -33,6 +33,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER, EXPERTS, TOKENS, CHOICES = 32, 48, 5, 23, 2
 
 SIZES = {

@@ -186,6 +186,7 @@ def test_host_memory_decides_too():
     sequence=st.sampled_from([512, 4096]),
 )
 @settings(max_examples=30, deadline=None)
+@pytest.mark.slow
 def test_more_memory_never_raises_the_stage(layers, width, gpu_gib, more_gib, gpus, nodes, sequence):
     model = llama(num_hidden_layers=layers, hidden_size=width, intermediate_size=3 * width, vocab_size=32000)
     job = TrainingJob(seq_len_tokens=sequence)

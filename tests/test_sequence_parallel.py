@@ -29,6 +29,8 @@ from shardwright.trainers.sequence_parallel.sequence_parallel_callback import Se
 from shardwright.trainers.sequence_parallel.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
 from shardwright.trainers.sequence_parallel.tiling import tiling_faults
 
+pytestmark = pytest.mark.slow
+
 IGNORED = -100
 LEGAL: dict[str, Any] = {
     "sequence_parallel_size": 4,

@@ -30,6 +30,8 @@ from shardwright.plugins.auto_tp import (
 from shardwright.trainers.tensor_parallel.checks import section_faults, trainer_faults
 from shardwright.trainers.tensor_parallel.tensor_parallel_callback import TensorParallelCallback
 
+pytestmark = pytest.mark.slow
+
 LEGAL: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,

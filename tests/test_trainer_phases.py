@@ -12,6 +12,8 @@ from shardwright.plugins.peft import add_lora
 from shardwright.plugins.trainer_phases import WARM_UP_STEPS, meter_trainer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
+pytestmark = pytest.mark.slow
+
 SEQ_LEN = 16
 STEPS = WARM_UP_STEPS + 1
 

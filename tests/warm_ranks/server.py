@@ -40,8 +40,13 @@ PRELOADED = (
     "datasets",
     "peft",
     "bitsandbytes",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "distutils.sysconfig",
     "matplotlib.figure",
     "shardwright.cli.main",
     "shardwright.plugins.planning",
@@ -171,8 +176,18 @@ def _import_all() -> None:
             importlib.import_module(name)
         except Exception:
             traceback.print_exc()
+    _fill_caches()
     gc.collect()
     gc.freeze()
+
+
+def _fill_caches() -> None:
+    """Build the tables that every model and every engine would build for itself, a quarter of a small training."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")
+    get_torch_obj_rule_map()
 
 
 def _load_operators() -> None:
