@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.ds_configs.families import model_spec_from_config
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.model_states import rank_parameters
+from shardwright.ds_configs.rank_parameters import rank_parameters
 from shardwright.ds_configs.strategy import Strategy, ZeroOptions
 
 SEQ_LEN = 128

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch
 from shardwright.ds_configs.parallelism.stages import PipelineStage, bubble_fraction
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.launching import torchrun
-from shardwright.plugins.pipeline_engine import count_idle_seconds
 from shardwright.trainers.pipeline.trainer import PipelineTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
@@ -32,6 +32,28 @@ FORWARD_SECONDS = 0.06
 SEQ_LEN_TOKENS = 64
 RESULTS = Path(__file__).with_suffix(".json")
 _PASSES = ("ForwardPass", "BackwardPass")
+
+
+def count_idle_seconds(engine: Any, clock: Callable[[], float]) -> dict[str, float]:
+    """Make an engine time its instructions; return the sums by instruction name, which grow as it trains.
+
+    Receiving waits for the other stage, so that the time in `RecvActivation` and `RecvGrad` is the stage's idle time
+    beside that of the transfer itself. Devices are not synchronised: meaningful where work is done when a call returns.
+    """
+    from types import MethodType
+
+    sums: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[..., None]) -> Callable[..., None]:
+        def instruction(self: Any, *args: Any, **kwargs: Any) -> None:
+            started = clock()
+            MethodType(run, self)(*args, **kwargs)
+            sums[name] = sums.get(name, 0.0) + clock() - started
+
+        return instruction
+
+    engine._INSTRUCTION_MAP = {kind: timed(kind.__name__, run) for kind, run in engine._INSTRUCTION_MAP.items()}
+    return sums
 
 
 class IdleShare(TrainerCallback):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from .job import TrainingJob
 from .model import ModelSpec, adapter_sizes
-from .model_states import RankParameters, rank_parameters
 from .moments import Moment, Terms, at_moments
+from .rank_parameters import RankParameters, rank_parameters
 from .strategy import Strategy, ZeroOptions
 from .zero3_gathers import gathered_elements
 

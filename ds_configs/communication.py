@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .hardware import HardwareSpec
 from .job import TrainingJob
-from .model_states import RankParameters
+from .rank_parameters import RankParameters
 from .strategy import Strategy
 
 

@@ -12,9 +12,9 @@ from .host_memory import offload_terms
 from .job import TrainingJob
 from .memory import ALLOCATED_OVER_PREDICTED
 from .model import ModelSpec
-from .model_states import RankParameters, growing_gradients, share_parameters
 from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
 from .parallelism.shares import RankShare, rank_shares
+from .rank_parameters import RankParameters, growing_gradients, share_parameters
 from .strategy import Strategy
 from .tensor_terms import ActivationSource, share_moment_terms
 

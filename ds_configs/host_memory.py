@@ -8,9 +8,10 @@ from .distillation_memory import teacher_host_terms, teacher_loading_bytes
 from .hardware import HardwareSpec
 from .job import TrainingJob
 from .model import ModelSpec
-from .model_states import RankParameters, optimizer_state_bytes
+from .model_states import optimizer_state_bytes
 from .moments import Terms
 from .parallelism.shares import rank_shares
+from .rank_parameters import RankParameters
 from .strategy import Strategy
 from .units import pinned_block_bytes as pinned_block_bytes
 

@@ -14,9 +14,9 @@ from .communication import communication_seconds
 from .hardware import HardwareSpec
 from .job import StrategyName, TrainingJob
 from .model import ModelSpec
-from .model_states import rank_parameters
 from .parallelism.axis_levels import axes_to_try, fixes_axes, names_for_axes, with_axes
 from .parallelism.step_cost import step_cost
+from .rank_parameters import rank_parameters
 from .strategy import OffloadDevice, Strategy
 
 _STAGES_OF_NAME = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3-hpz": 3}

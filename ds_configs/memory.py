@@ -15,9 +15,9 @@ from .hardware import HardwareSpec
 from .host_memory import HostMemory, estimate_host_memory
 from .job import TrainingJob
 from .model import ModelSpec
-from .model_states import rank_parameters
 from .moments import Phase, Terms, fullest_by_phase
 from .parallelism.shares import rank_shares
+from .rank_parameters import rank_parameters
 from .strategy import Strategy
 from .tensor_terms import ActivationSource, share_moment_terms
 

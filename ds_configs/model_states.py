@@ -23,10 +23,7 @@ from .model import ModelSpec
 from .moments import PHASES, Moment, Terms, at_moments
 from .parallelism.pipeline_states import pipeline_stage0
 from .partitions import whole_tensors_of_partitions
-from .rank_parameters import RankParameters as RankParameters
-from .rank_parameters import growing_gradients as growing_gradients
-from .rank_parameters import rank_parameters as rank_parameters
-from .rank_parameters import share_parameters as share_parameters
+from .rank_parameters import RankParameters, growing_gradients
 from .strategy import Strategy
 
 

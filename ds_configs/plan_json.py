@@ -10,8 +10,8 @@ from .errors import Fault, RefusedInputError
 from .job import TrainingJob
 from .memory import MemoryEstimate
 from .model import ModelSpec
-from .model_states import rank_parameters
 from .plan_data import PlanData
+from .rank_parameters import rank_parameters
 from .search import Evaluated
 from .strategy import Strategy
 

@@ -9,9 +9,9 @@ from .hardware import HardwareSpec
 from .job import TrainingJob
 from .memory import MemoryEstimate
 from .model import ModelSpec
-from .model_states import rank_parameters
 from .moments import Terms
 from .parallelism.step_cost import StepCost, step_cost
+from .rank_parameters import rank_parameters
 from .strategy import Strategy
 from .units import gigabytes
 

@@ -13,9 +13,9 @@ from .job import OPTIMIZERS, TrainingJob, validate_job
 from .levels import candidate_levels
 from .memory import MemoryEstimate
 from .model import ModelSpec
-from .model_states import rank_parameters
 from .parallelism.analysis_only import best_three_dimensional
 from .parallelism.step_cost import step_cost
+from .rank_parameters import rank_parameters
 from .reasons import analysis_reason, chosen_reason, rejected_reason
 from .strategy import Strategy
 from .teacher_choice import choose_teacher, jobs_by_placement

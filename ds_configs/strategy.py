@@ -120,8 +120,3 @@ class Strategy:
         if self.offload_optimizer != "none":
             return f"{name}+{self.offload_optimizer}-offload of optimizer"
         return name
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether parameters are gathered for use."""
-        return self.engine == "fsdp2" or self.zero_stage == 3

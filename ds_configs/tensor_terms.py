@@ -11,10 +11,11 @@ from .buffers import buffer_terms
 from .distillation_memory import distillation_loss_terms, teacher_terms
 from .job import TrainingJob
 from .model import ModelSpec, adapted_experts
-from .model_states import RankParameters, model_state_terms, share_parameters
+from .model_states import model_state_terms
 from .moments import Moment, Terms, at_moments
 from .parallelism.shares import RankShare
 from .parallelism.stage_terms import stage_terms
+from .rank_parameters import RankParameters, share_parameters
 from .strategy import Strategy
 
 

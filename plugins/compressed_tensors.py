@@ -177,15 +177,6 @@ def activation_levels(
     return _levels(values, scale, zero_point, quantization.bits, rounding)
 
 
-def activation_codes(
-    values: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: ActivationQuantization
-) -> Tensor:
-    """Return the int8 codes of activations [..., I]."""
-    import torch
-
-    return activation_levels(values, scale, zero_point, quantization).to(torch.int8)
-
-
 def dequantize_activations(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Return the activations that codes stand for, in the type of the scale."""
     return _values(codes, scale, zero_point)

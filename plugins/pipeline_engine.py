@@ -18,7 +18,7 @@ Seen with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -262,25 +262,3 @@ def evaluation_engine(module: Any, config: dict[str, Any]) -> Any:
     engine = deepspeed.initialize(model=module, config=kept)[0]
     free_logits_early(engine)
     return engine
-
-
-def count_idle_seconds(engine: Any, clock: Callable[[], float]) -> dict[str, float]:
-    """Make an engine time its instructions; return the sums by instruction name, which grow as it trains.
-
-    Receiving waits for the other stage, so that the time in `RecvActivation` and `RecvGrad` is the stage's idle time
-    beside that of the transfer itself. Devices are not synchronised: meaningful where work is done when a call returns.
-    """
-    from types import MethodType
-
-    sums: dict[str, float] = {}
-
-    def timed(name: str, run: Callable[..., None]) -> Callable[..., None]:
-        def instruction(self: Any, *args: Any, **kwargs: Any) -> None:
-            started = clock()
-            MethodType(run, self)(*args, **kwargs)
-            sums[name] = sums.get(name, 0.0) + clock() - started
-
-        return instruction
-
-    engine._INSTRUCTION_MAP = {kind: timed(kind.__name__, run) for kind, run in engine._INSTRUCTION_MAP.items()}
-    return sums

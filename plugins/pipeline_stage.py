@@ -86,10 +86,6 @@ class CausalLMStage(nn.Module):
     def _layers(self) -> range:
         return range(self.stage.first_layer, self.stage.end_layer)
 
-    def stored_name(self, name: str) -> str:
-        """Return the name of a tensor of the state dict in a checkpoint, which holds tied weights once."""
-        return f"{self._family.embedding}.weight" if name == self.tied_name else name
-
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Return what the next stage reads, or logits on the last one."""
         first, *others = (inputs,) if isinstance(inputs, Tensor) else inputs

@@ -69,13 +69,6 @@ class SharedSequence:
         return int(dist.get_world_size()) // self.size
 
     @property
-    def data_rank(self) -> int:
-        """Which of the sequences is this rank's."""
-        import torch.distributed as dist
-
-        return int(dist.get_rank()) // self.size
-
-    @property
     def data_group(self) -> Any:
         """The ranks that hold the same shard of different sequences; every rank must ask for it together."""
         import torch.distributed as dist

@@ -16,7 +16,7 @@ from shardwright.ds_configs.quantization.scheme import (
     scheme_named,
 )
 from shardwright.plugins.compressed_tensors import (
-    activation_codes,
+    activation_levels,
     activation_scale_and_zero_point,
     code_range,
     dequantize,
@@ -99,7 +99,7 @@ def test_activations_are_coded_by_token(symmetric, shape):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
     asked = ActivationQuantization(symmetric=symmetric)
     scale, zero_point = activation_scale_and_zero_point(values, asked)
-    codes = activation_codes(values, scale, zero_point, asked)
+    codes = activation_levels(values, scale, zero_point, asked).to(torch.int8)
     error = (dequantize_activations(codes, scale, zero_point) - values).abs()
     # Half a step, and one step at the end of a symmetric range, which has one code fewer above 0.
     assert (error <= scale * (1.01 if symmetric else 0.51)).all()

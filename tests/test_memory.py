@@ -15,9 +15,10 @@ from shardwright.ds_configs.host_memory import estimate_host_memory, pinned_bloc
 from shardwright.ds_configs.job import TrainingJob
 from shardwright.ds_configs.memory import estimate_memory
 from shardwright.ds_configs.model import lora_parameter_count
-from shardwright.ds_configs.model_states import model_state_terms, rank_parameters
+from shardwright.ds_configs.model_states import model_state_terms
 from shardwright.ds_configs.moments import fullest_by_phase
 from shardwright.ds_configs.partitions import whole_tensors_of_partitions
+from shardwright.ds_configs.rank_parameters import rank_parameters
 from shardwright.ds_configs.strategy import Strategy, ZeroOptions
 from shardwright.ds_configs.terms import TERM_MEANINGS
 

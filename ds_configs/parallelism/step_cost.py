@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from ..hardware import HardwareSpec
 from ..job import TrainingJob
 from ..model import ModelSpec
-from ..model_states import rank_parameters
+from ..rank_parameters import rank_parameters
 from ..strategy import Strategy
 from . import collectives
 from .collectives import group_bytes_per_s, others

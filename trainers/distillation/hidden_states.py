@@ -76,8 +76,3 @@ def _projector_class() -> Any:
                 return torch.nn.functional.linear(hidden_TH.float(), self.weight.float())
 
     return Projector
-
-
-def without_projectors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a student's state dict as it was before projectors were put beside its layers."""
-    return {name: value for name, value in state_dict.items() if PROJECTOR_PREFIX not in name}
