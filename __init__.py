@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .ds_configs.job import TrainingJob
-    from .ds_configs.plan import Plan
+    from .ds_configs.plan.plan import Plan
+    from .ds_configs.specs.job import TrainingJob
     from .plugins.planning import plan
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
     from .trainers.quantization.run import quantize

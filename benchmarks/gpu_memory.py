@@ -20,13 +20,13 @@ from statistics import mean
 from typing import Any
 
 from memory_cases import spec_of
-from shardwright.ds_configs.buffers import default_zero_options
-from shardwright.ds_configs.hardware import HardwareSpec
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.memory import GpuMemory, estimate_memory
-from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.strategy import Strategy
-from shardwright.ds_configs.units import gigabytes
+from shardwright.ds_configs.memory.buffers import default_zero_options
+from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory
+from shardwright.ds_configs.specs.hardware import HardwareSpec
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.units import gigabytes
 from shardwright.plugins.launching import LaunchFailedError, free_port, run
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "models"

@@ -18,7 +18,7 @@ from statistics import mean
 from memory_cases import VALUES, Case, grid
 from memory_estimators import accelerate_estimate, deepspeed_estimate
 from metered_launch import measure_cases
-from shardwright.ds_configs.cpu_memory import CpuMemory, estimate_cpu_memory
+from shardwright.ds_configs.memory.cpu_memory import CpuMemory, estimate_cpu_memory
 
 MEASURED = Path(__file__).with_name("memory_accuracy.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory_accuracy.md"

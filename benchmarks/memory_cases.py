@@ -8,11 +8,11 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
-from shardwright.ds_configs.families import model_spec_from_config
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.rank_parameters import rank_parameters
-from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.memory.rank_parameters import rank_parameters
+from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 SEQ_LEN = 128
 MICRO_BATCH_SIZE = 2

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from memory_cases import Case
 from metered_training import plan_of, train_metered
-from shardwright.ds_configs.hardware import parse_hardware
+from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate import forget_last_run
 from shardwright.plugins.byte_meter import ByteMeter, MeterReading
 

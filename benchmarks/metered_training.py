@@ -6,15 +6,15 @@ import tempfile
 from typing import Any
 
 import torch
-from shardwright.ds_configs.hardware import HardwareSpec
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.memory import estimate_memory
-from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.plan_data import PlanData
-from shardwright.ds_configs.render.deepspeed import deepspeed_config
-from shardwright.ds_configs.render.training_arguments import training_arguments as planned_arguments
-from shardwright.ds_configs.search import Evaluated
-from shardwright.ds_configs.strategy import Strategy
+from shardwright.ds_configs.memory.estimate import estimate_memory
+from shardwright.ds_configs.plan.deepspeed import deepspeed_config
+from shardwright.ds_configs.plan.plan_data import PlanData
+from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
+from shardwright.ds_configs.search.choice import Evaluated
+from shardwright.ds_configs.specs.hardware import HardwareSpec
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.byte_meter import Meter, MeterReading
 from shardwright.plugins.peft import add_lora

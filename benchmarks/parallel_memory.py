@@ -17,7 +17,7 @@ from statistics import mean
 
 from metered_launch import measure_cases
 from parallel_memory_cases import LAYOUTS, Case, grid
-from shardwright.ds_configs.cpu_memory import cpu_share_terms
+from shardwright.ds_configs.memory.cpu_memory import cpu_share_terms
 
 MEASURED = Path(__file__).with_name("parallel_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "parallel_memory.md"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN, spec_of
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "sp2": {"sp": 2},

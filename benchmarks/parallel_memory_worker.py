@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from metered_training import STEPS, plan_of
 from parallel_memory_cases import Case
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.parallelism.pipeline_stages import pipeline_stages
-from shardwright.ds_configs.plan_data import PlanData
-from shardwright.ds_configs.render.deepspeed import deepspeed_config
-from shardwright.ds_configs.render.training_arguments import training_arguments as planned_arguments
+from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
+from shardwright.ds_configs.plan.deepspeed import deepspeed_config
+from shardwright.ds_configs.plan.plan_data import PlanData
+from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
+from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.byte_meter import ByteMeter, MeterReading
 from shardwright.plugins.pipeline_phases import meter_pipeline_trainer

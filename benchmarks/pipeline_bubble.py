@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shardwright.ds_configs.parallelism.stages import PipelineStage, bubble_fraction
+from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.launching import torchrun
 from shardwright.trainers.pipeline.trainer import PipelineTrainer

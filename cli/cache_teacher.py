@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.units import gigabytes
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.units import gigabytes
 
 if TYPE_CHECKING:
     from ..trainers.distillation.cache_job import CacheJob

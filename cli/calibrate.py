@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
-    from ..ds_configs.calibration import Calibration, MeasuredRun
-    from ..ds_configs.measurement import RunMeasurement
+    from ..ds_configs.memory.calibration import Calibration, MeasuredRun
+    from ..ds_configs.plan.measurement import RunMeasurement
     from ..plugins.calibration_store import CalibrationStore, StoredRun
 
 _SHOWN_DIGITS = 12
@@ -57,8 +57,8 @@ def calibrate_command(
 
 
 def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
-    from ..ds_configs.calibration import Calibration
-    from ..ds_configs.measurement import measured_run, printable, report_lines
+    from ..ds_configs.memory.calibration import Calibration
+    from ..ds_configs.plan.measurement import measured_run, printable, report_lines
 
     measurement = read_measurement(run_dir)
     run = measured_run(measurement)
@@ -88,7 +88,7 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
         UsageError: there is none.
         RefusedInputError: it is damaged or of another version.
     """
-    from ..ds_configs.measurement import FILE_NAME, LARGEST_FILE_BYTES, measurement_from_text
+    from ..ds_configs.plan.measurement import FILE_NAME, LARGEST_FILE_BYTES, measurement_from_text
 
     try:
         file = run_dir / FILE_NAME if run_dir.is_dir() else run_dir
@@ -129,8 +129,8 @@ def _show_runs(runs: tuple[StoredRun, ...]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.measurement import printable
-    from ..ds_configs.units import gigabytes
+    from ..ds_configs.plan.measurement import printable
+    from ..ds_configs.specs.units import gigabytes
     from .show import console
 
     table = Table(title="Stored runs, memory in GB", title_justify="left", box=None, pad_edge=False)
@@ -155,8 +155,8 @@ def _run_dict(run: MeasuredRun) -> dict[str, Any]:
 
 
 def _interval(calibration: Calibration, run: MeasuredRun) -> dict[str, float | int]:
-    from ..ds_configs.calibration import moved_factors
-    from ..ds_configs.memory import RESERVED_OVER_PREDICTED
+    from ..ds_configs.memory.calibration import moved_factors
+    from ..ds_configs.memory.estimate import RESERVED_OVER_PREDICTED
 
     ratios = calibration.ratios(gpu=run.gpu, architecture=run.architecture)
     low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from ..ds_configs.check import Finding
 from ..ds_configs.check.files import run_check
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 
 
 def check_command(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from .. import ds_configs
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.plan import Plan
-from ..ds_configs.reasons import display_name
-from ..ds_configs.units import gigabytes
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.search.reasons import display_name
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.units import gigabytes
 
 if TYPE_CHECKING:
     from ..ds_configs.quantization.recipe import Recipe
@@ -114,7 +114,7 @@ def _list_recipes(format: Literal["human", "json"]) -> int:
 
 
 def _copy_recipe(recipe: Recipe, output_dir: Path, *, force: bool) -> None:
-    from ..ds_configs.render.write import write_files
+    from ..ds_configs.plan.write import write_files
 
     for path in write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=force):
         print(path)

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from ..ds_configs.errors import ShardwrightError
-from ..ds_configs.job import TrainingJob
-from ..ds_configs.plan import Plan
-from ..ds_configs.render.launch import launch_arguments
-from ..ds_configs.render.write import write_files
+from ..ds_configs.plan.launch import launch_arguments
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.plan.write import write_files
+from ..ds_configs.specs.errors import ShardwrightError
+from ..ds_configs.specs.job import TrainingJob
 
 TIME_LIMIT_SECONDS = 900
 """Of the training alone; DeepSpeed's operators are compiled before it."""
@@ -72,7 +72,7 @@ def demo_command(
 
 def plan_again(entry: Plan) -> Plan:
     """Return a fresh plan for the model, hardware and job of another."""
-    from ..ds_configs.plan import make_plan
+    from ..ds_configs.plan.plan import make_plan
 
     return make_plan(entry.model, entry.hardware, entry.job)
 

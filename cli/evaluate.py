@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     from ..plugins.lm_eval import TaskRequest
@@ -98,7 +98,7 @@ def evaluate_command(
     format
         human or json; json prints one object on stdout.
     """
-    from ..ds_configs.render.write import write_files
+    from ..ds_configs.plan.write import write_files
     from ..trainers.evaluation.evaluate import evaluate_model
     from ..trainers.evaluation.report import report_files
     from ..trainers.evaluation.text_windows import TextRequest
@@ -220,7 +220,7 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.measurement import printable
+    from ..ds_configs.plan.measurement import printable
     from ..trainers.evaluation.report import FILE_NAMES, rows, verdict
     from .show import console
 

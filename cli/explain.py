@@ -7,12 +7,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.parallel_rules import AXIS_RULES
-from ..ds_configs.plan import Plan
-from ..ds_configs.reasons import display_name
-from ..ds_configs.rules import RULES
-from ..ds_configs.terms import STRATEGY_MEANINGS, TERM_MEANINGS
+from ..ds_configs.legality.parallel_rules import AXIS_RULES
+from ..ds_configs.legality.rules import RULES
+from ..ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.search.reasons import display_name
+from ..ds_configs.specs.errors import Fault, UsageError
 
 
 def explain_command(subject: str, *, format: Literal["human", "json"] = "human") -> int:
@@ -85,7 +85,7 @@ def _show(plan: Plan) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.units import gigabytes
+    from ..ds_configs.specs.units import gigabytes
     from .show import console, memory_bar
 
     out = console()

@@ -6,9 +6,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from ..ds_configs.render import render_files
-from ..ds_configs.render.gallery import gallery_plans
-from ..ds_configs.render.write import write_files
+from ..ds_configs.plan.files import render_files
+from ..ds_configs.plan.gallery import gallery_plans
+from ..ds_configs.plan.write import write_files
 
 
 def read_configs(directory: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from types import FrameType
 from cyclopts import App, CycloptsError
 
 from .. import __version__
-from ..ds_configs.errors import FaultsError, ShardwrightError
+from ..ds_configs.specs.errors import FaultsError, ShardwrightError
 from ..plugins.bitsandbytes_checkpoint import quiet_optional_kernels
 
 _COMMANDS = {

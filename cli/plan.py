@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.hardware import HardwareSpec
-from ..ds_configs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch, TrainingJob
-from ..ds_configs.model import ModelSpec
-from ..ds_configs.plan import Plan, PlanDoesNotFitError
-from ..ds_configs.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
-from ..ds_configs.teacher_placement import TeacherPlacementChoice
+from ..ds_configs.plan.plan import Plan, PlanDoesNotFitError
+from ..ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.hardware import HardwareSpec
+from ..ds_configs.specs.job import LossImplementation, Method, OffloadName, Precision, StrategyName, Switch, TrainingJob
+from ..ds_configs.specs.model import ModelSpec
+from ..ds_configs.specs.teacher_placement import TeacherPlacementChoice
 from .settings import PlanSettings, ResolvedSettings, job_from_settings, resolve_settings
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.quantization.compression_training import REMOVED_BLOCKS, message
+from ..ds_configs.specs.errors import Fault, UsageError
 from .model_settings import resolve_model
 from .training_flags import ENVIRONMENT, TrainingFlags
 from .training_shown import note, progress_on_stderr, show_dry_run

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 from cyclopts import Parameter
 
-from ..ds_configs.errors import Fault, UsageError
 from ..ds_configs.quantization.methods import MethodName
 from ..ds_configs.quantization.scheme import RangeMethod
+from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     from ..plugins.quantized_model import LayerProgress, ReportProgress
@@ -223,9 +223,9 @@ def _printed_layers() -> ReportProgress:
 
 
 def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
-    from ..ds_configs.measurement import printable
+    from ..ds_configs.plan.measurement import printable
     from ..ds_configs.quantization.sizes import bits_per_weight, tensor_bytes
-    from ..ds_configs.units import gigabytes
+    from ..ds_configs.specs.units import gigabytes
     from .show import console
 
     memory, scheme = prepared.memory, prepared.scheme
@@ -273,7 +273,7 @@ def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
 
 
 def _largest(terms: Any) -> str:
-    from ..ds_configs.units import gigabytes
+    from ..ds_configs.specs.units import gigabytes
 
     ranked = sorted(terms.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name.replace('_', ' ')} {gigabytes(size)}" for name, size in ranked)
@@ -284,7 +284,7 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.measurement import printable
+    from ..ds_configs.plan.measurement import printable
     from ..trainers.evaluation.report import rows, verdict
     from ..trainers.quantization.report import file_names
     from .show import console

@@ -96,8 +96,8 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 def _schema_of(name: str) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
-    from ..ds_configs.hardware import HardwareSpec
-    from ..ds_configs.plan_data import PlanData
+    from ..ds_configs.plan.plan_data import PlanData
+    from ..ds_configs.specs.hardware import HardwareSpec
 
     adapter: TypeAdapter[Any] = TypeAdapter({"HardwareSpec": HardwareSpec, "PlanData": PlanData}[name])
     return adapter.json_schema()

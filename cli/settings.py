@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.job import (
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.job import (
     AXIS_FIELDS,
     LossImplementation,
     Method,
@@ -23,8 +23,8 @@ from ..ds_configs.job import (
     Switch,
     TrainingJob,
 )
-from ..ds_configs.model import ModelSpec
-from ..ds_configs.teacher_placement import TeacherPlacementChoice
+from ..ds_configs.specs.model import ModelSpec
+from ..ds_configs.specs.teacher_placement import TeacherPlacementChoice
 
 ENVIRONMENT_PREFIX = "SHARDWRIGHT_"
 _NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR"})

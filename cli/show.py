@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..ds_configs.check import Finding
-from ..ds_configs.memory import GpuMemory
-from ..ds_configs.plan_data import PlanData
-from ..ds_configs.reasons import display_name
-from ..ds_configs.render.launch import launch_arguments
-from ..ds_configs.teacher_placement import TeacherChoice
-from ..ds_configs.units import gigabytes, human_count
+from ..ds_configs.memory.estimate import GpuMemory
+from ..ds_configs.plan.launch import launch_arguments
+from ..ds_configs.plan.plan_data import PlanData
+from ..ds_configs.search.reasons import display_name
+from ..ds_configs.specs.teacher_placement import TeacherChoice
+from ..ds_configs.specs.units import gigabytes, human_count
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH = 60

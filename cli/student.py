@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     from ..trainers.distillation.student_maker import StudentReport
@@ -133,8 +133,8 @@ def show_student(report: StudentReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.measurement import printable
-    from ..ds_configs.units import human_count
+    from ..ds_configs.plan.measurement import printable
+    from ..ds_configs.specs.units import human_count
     from .show import console
 
     plan, out = report.plan, console()

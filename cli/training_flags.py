@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from ..ds_configs.job import OffloadName, StrategyName, Switch
-from ..ds_configs.teacher_placement import TeacherPlacementChoice
+from ..ds_configs.specs.job import OffloadName, StrategyName, Switch
+from ..ds_configs.specs.teacher_placement import TeacherPlacementChoice
 from ..trainers.distillation.objective import Divergence
 
 ENVIRONMENT = ("hardware", "host_memory", "nvme", "teacher_placement", "teacher_cache", "seed")

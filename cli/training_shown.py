@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..ds_configs.plan import Plan
+    from ..ds_configs.plan.plan import Plan
     from ..trainers.datasets.samples import Samples
     from ..trainers.launched.launch import OnStep
     from ..trainers.launched.settings import LaunchedSettings
@@ -82,7 +82,7 @@ def show_dry_run(
         as_json: One object instead of text.
         more: Further values of that object; as text each is a line.
     """
-    from ..ds_configs.plan_json import plan_to_dict
+    from ..ds_configs.plan.plan_json import plan_to_dict
     from .show import console, show_plan, show_settings
 
     statistics, values = samples.statistics, settings.model_dump()

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
-from ..ds_configs.errors import Fault, ShardwrightError, UsageError
+from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from .auto_tp import forget_tensor_parallel
 from .shared_memory import release_buffer
 from .ulysses import forget_sequence_parallelism

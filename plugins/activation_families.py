@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..ds_configs.activations import Adapter, Mode
-from ..ds_configs.dimensions import Dimensions
+from ..ds_configs.memory.activations import Adapter, Mode
+from ..ds_configs.specs.dimensions import Dimensions
 from .activation_run import enable_checkpointing
 
 ATTENTION_TARGETS = {"gpt2": ["c_attn"], "phi3": ["qkv_proj"]}

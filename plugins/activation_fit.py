@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ds_configs.activations import Adapter, Mode, feature_values
-from ..ds_configs.errors import ShardwrightError
+from ..ds_configs.memory.activations import Adapter, Mode, feature_values
+from ..ds_configs.specs.errors import ShardwrightError
 from .activation_families import (
     Shape,
     attention_kernel,

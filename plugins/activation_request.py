@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from ..ds_configs.activations import ActivationEstimate, Mode
-from ..ds_configs.errors import ShardwrightError
+from ..ds_configs.memory.activations import ActivationEstimate, Mode
+from ..ds_configs.specs.errors import ShardwrightError
 
 WORKER_MODULE = "activation_worker"
 RESULT_PREFIX = "activation-trace-result "

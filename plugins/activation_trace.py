@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from ..ds_configs.activations import DATA_FILE, Adapter, Mode, load_coefficients
+from ..ds_configs.memory.activations import DATA_FILE, Adapter, Mode, load_coefficients
 from .activation_request import trace_model
 
 __all__ = ["derive_coefficients", "main", "trace_model"]

@@ -18,7 +18,7 @@ from transformers import masking_utils
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from ..ds_configs.activations import ActivationEstimate, Mode
+from ..ds_configs.memory.activations import ActivationEstimate, Mode
 from .activation_depth import ATTENTION_DROPOUTS, SUB_CONFIGS, at_depth, stack_depths
 from .activation_request import RESULT_PREFIX
 from .activation_run import Phases, enable_checkpointing, run_training_step

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.parallelism.expert import expert_faults
+from ..ds_configs.legality.expert import expert_faults
+from ..ds_configs.specs.errors import Fault, UsageError
 from .transformers import deepspeed_configuration
 
 SECTION = "expert_parallel"
@@ -55,7 +55,7 @@ def configuration_faults(configuration: Mapping[str, Any], model_config: Any, ep
 
 
 def parallelism_faults(arguments: Any, model_config: Any, ep: int) -> list[Fault]:
-    """Return the faults of :func:`..ds_configs.parallelism.expert.expert_faults` for a run that is about to start.
+    """Return the faults of :func:`..ds_configs.legality.expert.expert_faults` for a run that is about to start.
 
     `arguments` are `TrainingArguments`.
     """

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import Fault, ShardwrightError, UsageError
 from ..ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization
+from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from .compressed_tensors import code_range, to_upstream
 from .llm_compressor.engine import CompressedModel
 from .quantized_model import LayerProgress, ReportProgress

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault
+from ..ds_configs.specs.errors import Fault
 
 if TYPE_CHECKING:
     import torch

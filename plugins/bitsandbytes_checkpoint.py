@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import Fault, ShardwrightError, UsageError
 from ..ds_configs.quantization.layers import LinearLayer, selected_layers
 from ..ds_configs.quantization.scheme import QuantizationScheme
+from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 
 
 def quiet_optional_kernels() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ds_configs.terms import Role
+from ..ds_configs.memory.terms import Role
 
 MeterPhase = Literal["init", "forward", "loss", "backward", "step", "other"]
 

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.calibration import Calibration, MeasuredRun
-from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ..ds_configs.memory.calibration import Calibration, MeasuredRun
+from ..ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 
 DATA_DIRECTORY_VARIABLE = "SHARDWRIGHT_DATA_DIR"
 FILE_NAME = "calibration.sqlite3"

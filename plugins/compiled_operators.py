@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..ds_configs.errors import ShardwrightError
+from ..ds_configs.specs.errors import ShardwrightError
 from .launching import LaunchFailedError, run
 
 COMPILE_TIMEOUT_SECONDS = 900.0

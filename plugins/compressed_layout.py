@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import RefusedInputError
 from ..ds_configs.quantization.layers import LinearLayer
 from ..ds_configs.quantization.mixtures import layer_scheme, mixture_quantization_config
 from ..ds_configs.quantization.scheme import QuantizationScheme
 from ..ds_configs.quantization.sizes import TensorShape, packed_tensors, tensor_bytes
+from ..ds_configs.specs.errors import RefusedInputError
 from .llm_compressor.loading import stored_tensors
 
 _INDEX = "model.safetensors.index.json"

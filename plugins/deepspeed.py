@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 from .deepspeed_nvme import restore_optimizer_states_from_nvme
 from .transformers import deepspeed_configuration
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
+from ..ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..ds_configs.model_config import LARGEST_CONFIG_BYTES, parse_config_json
+from ..ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
+from ..ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")

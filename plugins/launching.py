@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from ..ds_configs.errors import ShardwrightError
+from ..ds_configs.specs.errors import ShardwrightError
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
 TAIL_CHARACTERS = 6000

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault, ShardwrightError
+from ..ds_configs.specs.errors import Fault, ShardwrightError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

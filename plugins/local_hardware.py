@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.hardware import HardwareSpec, find_gpu, gpu_catalog, hardware_from_mapping, parse_overrides
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.hardware import HardwareSpec, find_gpu, gpu_catalog, hardware_from_mapping, parse_overrides
 
 
 def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:

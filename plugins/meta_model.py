@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
 
-from ..ds_configs.dimensions import Dimensions
-from ..ds_configs.errors import Fault, RefusedInputError
-from ..ds_configs.model import Group, ModelSpec, ParameterKind, ParameterShape
+from ..ds_configs.specs.dimensions import Dimensions
+from ..ds_configs.specs.errors import Fault, RefusedInputError
+from ..ds_configs.specs.model import Group, ModelSpec, ParameterKind, ParameterShape
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..ds_configs.families import model_spec_from_config
-from ..ds_configs.model import ModelSpec
+from ..ds_configs.models.families import model_spec_from_config
+from ..ds_configs.specs.model import ModelSpec
 from .hub import read_model_source
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault
+from ..ds_configs.specs.errors import Fault
 from .transformers import deepspeed_configuration
 
 if TYPE_CHECKING:

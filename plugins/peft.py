@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ds_configs.errors import Fault, UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 
 DEFAULT_RANK = 16
 ALL_LINEAR = "all-linear"

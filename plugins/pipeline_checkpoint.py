@@ -18,8 +18,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..ds_configs.parallelism.stages import PipelineStage
+from ..ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ..ds_configs.specs.stages import PipelineStage
 from .checkpoint_tensors import INDEX, SINGLE
 from .pipeline_tensor_parallel import whole_tensor
 

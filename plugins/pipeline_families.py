@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.parallelism.pipeline import PIPELINE_MODEL_TYPES
+from ..ds_configs.legality.pipeline import PIPELINE_MODEL_TYPES
+from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.parallelism.stages import PipelineStage
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.stages import PipelineStage
 from .checkpoint_tensors import CheckpointTensors
 from .pipeline_families import pipeline_family
 

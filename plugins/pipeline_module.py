@@ -20,10 +20,10 @@ from deepspeed import comm
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.parallelism.pipeline import stage_faults, tensor_faults
-from ..ds_configs.parallelism.stages import PipelineStage, partition_faults
-from ..ds_configs.parallelism.tensor import tensor_parallel_faults
+from ..ds_configs.legality.pipeline import stage_faults, tensor_faults
+from ..ds_configs.legality.tensor import tensor_parallel_faults
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.stages import PipelineStage, partition_faults
 from .pipeline_loading import StageParts
 from .pipeline_stage import CausalLMStage, causal_lm_loss
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ds_configs.parallelism.stages import PipelineStage
+from ..ds_configs.specs.stages import PipelineStage
 from .pipeline_families import attention_masks
 from .pipeline_loading import StageParts
 from .pipeline_tensor_parallel import divide_layer

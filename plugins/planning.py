@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import yaml
 
-from ..ds_configs.activations import ActivationEstimate, Mode
-from ..ds_configs.calibration import Calibration
-from ..ds_configs.errors import Fault, ShardwrightError, UsageError
-from ..ds_configs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
-from ..ds_configs.job import TrainingJob
-from ..ds_configs.plan import Plan, make_plan
-from ..ds_configs.tensor_terms import ActivationSource, activations_are_stored
+from ..ds_configs.memory.activations import ActivationEstimate, Mode
+from ..ds_configs.memory.calibration import Calibration
+from ..ds_configs.memory.tensor_terms import ActivationSource, activations_are_stored
+from ..ds_configs.plan.plan import Plan, make_plan
+from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ..ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
+from ..ds_configs.specs.job import TrainingJob
 from .models import LoadedModel, load_model
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")

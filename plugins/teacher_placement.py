@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.teacher_placement import TeacherPlacement
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.teacher_placement import TeacherPlacement
 from .output_heads import OutputHead, head_module, logit_shape, output_head
 from .whole_loading import weights_on_every_rank
 

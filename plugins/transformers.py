@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.job import OPTIMIZERS
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.job import OPTIMIZERS
 
 BYTE_COUNT = 256
 END_OF_TEXT = "<|endoftext|>"

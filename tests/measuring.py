@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from planning import public_model
-from shardwright.ds_configs.calibration import MeasuredRun
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.measurement import (
+from shardwright.ds_configs.memory.calibration import MeasuredRun
+from shardwright.ds_configs.plan.measurement import (
     FILE_NAME,
     RankMeasurement,
     RunMeasurement,
@@ -19,7 +17,9 @@ from shardwright.ds_configs.measurement import (
     planned_run,
     predicted_memory,
 )
-from shardwright.ds_configs.plan import Plan, make_plan
+from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 GPU_RANK = RankMeasurement(

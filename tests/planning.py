@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwright.ds_configs.activations import ActivationEstimate, Mode
-from shardwright.ds_configs.families import model_spec_from_config
-from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.model_config import config_faults, parse_config_json
+from shardwright.ds_configs.memory.activations import ActivationEstimate, Mode
+from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.model_config import config_faults, parse_config_json
+from shardwright.ds_configs.specs.model import ModelSpec
 
 MODELS = Path(__file__).parent / "data" / "models"
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from saved_tensors import saved_storages
-from shardwright.ds_configs.activations import (
+from shardwright.ds_configs.memory.activations import (
     ActivationEstimate,
     Adapter,
     Mode,
@@ -22,7 +22,7 @@ from shardwright.ds_configs.activations import (
     estimate_activations,
     load_coefficients,
 )
-from shardwright.ds_configs.dimensions import Dimensions
+from shardwright.ds_configs.specs.dimensions import Dimensions
 from shardwright.plugins import activation_request
 from shardwright.plugins.activation_families import FAMILIES, Shape, build_inputs, build_subject, sample_shapes
 from shardwright.plugins.activation_request import ActivationTraceError, trace_model
@@ -166,9 +166,8 @@ def test_every_family_is_stored_with_every_mode() -> None:
 
 
 def test_the_planning_module_imports_no_torch() -> None:
-    code = (
-        "import sys, shardwright.ds_configs.activations as a; a.load_coefficients(); sys.exit('torch' in sys.modules)"
-    )
+    module = "shardwright.ds_configs.memory.activations"
+    code = f"import sys, {module} as a; a.load_coefficients(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shardwright.cli.main import run
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.auto_round import equal_rows, quantize_with_auto_round
 from shardwright.plugins.compressed_layout import layout_faults
 from shardwright.plugins.compressed_tensors import dequantize, unpack_tensors

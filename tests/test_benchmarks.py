@@ -9,9 +9,9 @@ import gpu_memory
 import pytest
 import torch
 from gpu_memory import VALUES, GpuCase, GpuResult, cases, predicted_fields, record, result_of, table
-from shardwright.ds_configs.candidate import Candidate
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.rules import legality_faults
+from shardwright.ds_configs.legality.candidate import Candidate
+from shardwright.ds_configs.legality.rules import legality_faults
+from shardwright.ds_configs.specs.hardware import parse_hardware
 
 H100 = parse_hardware("1xH100-80GB")
 T4 = parse_hardware("1xT4")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.bitsandbytes_checkpoint import quantize_with_bitsandbytes
 from shardwright.plugins.llm_compressor.loading import open_source
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from measuring import measurement_of, plan_on, run_of, write_measurement
 from shardwright.cli.main import run
-from shardwright.ds_configs.measurement import FILE_NAME
+from shardwright.ds_configs.plan.measurement import FILE_NAME
 from shardwright.plugins.calibration_store import FILE_NAME as DATABASE
 
 LLAMA = str(Path(__file__).parent / "data" / "models" / "meta-llama--Llama-3.1-8B")

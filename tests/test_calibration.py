@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measuring import LLAMA_8B, measurement_of, plan_on, run_of
 from shardwright.cli.show import memory_bar
-from shardwright.ds_configs.calibration import Calibration, moved_factors
-from shardwright.ds_configs.errors import RefusedInputError, UsageError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.measurement import (
+from shardwright.ds_configs.memory.calibration import Calibration, moved_factors
+from shardwright.ds_configs.memory.estimate import RESERVED_OVER_PREDICTED
+from shardwright.ds_configs.plan.measurement import (
     log_values,
     measured_run,
     measurement_from_text,
     measurement_text,
     report_lines,
 )
-from shardwright.ds_configs.memory import RESERVED_OVER_PREDICTED
-from shardwright.ds_configs.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.plan_json import plan_from_dict, plan_to_dict
+from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 
 PUBLISHED = RESERVED_OVER_PREDICTED
 RATIO = st.floats(0.5, 2.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from measuring import plan_on, run_of
-from shardwright.ds_configs.calibration import Calibration, MeasuredRun
-from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.memory.calibration import Calibration, MeasuredRun
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.calibration_store import FILE_NAME, CalibrationStore, data_directory
 from shardwright.plugins.planning import plan, stored_calibration
 

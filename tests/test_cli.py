@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.cli.main import run
-from shardwright.ds_configs.errors import ShardwrightError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.plan import Plan, make_plan
+from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.specs.errors import ShardwrightError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.models import load_model
 
 MODELS = Path(__file__).parent / "data" / "models"

@@ -13,7 +13,7 @@ import torch
 from distilling import collate, tiny, training_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cross_tokenizer import (
     SPANS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.datasets.chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix
 from shardwright.trainers.datasets.samples import Samples, collate, load_samples

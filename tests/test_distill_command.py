@@ -13,8 +13,8 @@ import pytest
 from commands import Shell, shell_in
 from distilling import tiny
 from pydantic import ValidationError
-from shardwright.ds_configs.errors import ShardwrightError
-from shardwright.ds_configs.plan import Plan
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.launching import LaunchFailedError
 from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.datasets.samples import SampleStatistics
@@ -202,7 +202,7 @@ def test_settings_come_from_a_file_the_environment_and_flags(
 
 
 def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Outcome:
-    from shardwright.ds_configs.job import TrainingJob
+    from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.planning import plan
 
     settings = DistillSettings(dataset="python-help", **changes)

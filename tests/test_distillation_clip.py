@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import training_arguments
-from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation.clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
 from shardwright.trainers.distillation.contrastive import feature_loss, interactive_loss, similarity_loss, task_loss
 

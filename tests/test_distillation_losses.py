@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.byte_meter import ByteMeter
 from shardwright.plugins.output_heads import OutputHead
 from shardwright.trainers.distillation import fused_memory

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import VOCAB, collate, reference_loss, rows, tiny, training_arguments
-from shardwright.ds_configs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation import (
     DistillationConfig,
     DistillationTrainer,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.transformers import byte_tokenizer
 from shardwright.trainers.evaluation import token_measures
 from shardwright.trainers.evaluation.estimates import Estimate, exponential, token_mean

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from shardwright.ds_configs.errors import ShardwrightError
+from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins import lm_eval as harness
 from shardwright.plugins.lm_eval import TaskRequest, run_tasks, task_faults
 from shardwright.plugins.transformers import byte_tokenizer

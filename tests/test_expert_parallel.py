@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.parallelism.expert import AUTO_EP_MODEL_TYPES, expert_faults
+from shardwright.ds_configs.legality.expert import AUTO_EP_MODEL_TYPES, expert_faults
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.auto_ep import mark_expert_groups, model_faults, write_section
 from shardwright.trainers.expert_parallel.balance import (
     RoutedTokens,

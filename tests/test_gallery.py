@@ -11,8 +11,8 @@ from planning import MODELS
 from shardwright.cli.check import run_check
 from shardwright.cli.configs import entry_names, load_entry
 from shardwright.cli.gallery import read_configs
-from shardwright.ds_configs.render import render_files
-from shardwright.ds_configs.render.gallery import GALLERY, gallery_plans
+from shardwright.ds_configs.plan.files import render_files
+from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plans
 
 GALLERY_DIRECTORY = Path(__file__).parent.parent / "ds_configs" / "gallery"
 DEEPSPEED_FILES = sorted(GALLERY_DIRECTORY.glob("*/ds_config.json"))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.hardware import (
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import (
     find_gpu,
     gpu_catalog,
     hardware_from_mapping,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.quantization.hessians import weighted_error
 from shardwright.trainers.quantization.low_rank_residual import LowRankOptions, low_rank_residual
 from shardwright.trainers.quantization.spqr import load_spqr, quantize_with_low_rank

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, no_activations, public_model
-from shardwright.ds_configs.buffers import default_zero_options
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.host_memory import estimate_host_memory, pinned_block_bytes
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.memory import estimate_memory
-from shardwright.ds_configs.model import lora_parameter_count
-from shardwright.ds_configs.model_states import model_state_terms
-from shardwright.ds_configs.moments import fullest_by_phase
-from shardwright.ds_configs.partitions import whole_tensors_of_partitions
-from shardwright.ds_configs.rank_parameters import rank_parameters
-from shardwright.ds_configs.strategy import Strategy, ZeroOptions
-from shardwright.ds_configs.terms import TERM_MEANINGS
+from shardwright.ds_configs.memory.buffers import default_zero_options
+from shardwright.ds_configs.memory.estimate import estimate_memory
+from shardwright.ds_configs.memory.host_memory import estimate_host_memory, pinned_block_bytes
+from shardwright.ds_configs.memory.model_states import model_state_terms
+from shardwright.ds_configs.memory.moments import fullest_by_phase
+from shardwright.ds_configs.memory.partitions import whole_tensors_of_partitions
+from shardwright.ds_configs.memory.rank_parameters import rank_parameters
+from shardwright.ds_configs.memory.terms import TERM_MEANINGS
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import lora_parameter_count
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 MODEL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
 PARAMETERS = MODEL.parameter_count
@@ -127,7 +127,7 @@ def test_offloaded_states_on_the_host(stage, ranks):
     parameters = rank_parameters(MODEL, job)
 
     def offloaded(strategy: Strategy) -> float:
-        from shardwright.ds_configs.host_memory import offload_terms
+        from shardwright.ds_configs.memory.host_memory import offload_terms
 
         terms = offload_terms(strategy, MODEL, job, parameters)
         staging = 2 * parameters.largest_trainable if stage == 2 else 0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import RefusedInputError
-from shardwright.ds_configs.families import FAST_FAMILIES, model_spec_from_config
-from shardwright.ds_configs.model import ModelSpec, ParameterShape, lora_parameter_count
-from shardwright.ds_configs.model_config import config_faults
+from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
+from shardwright.ds_configs.models.model_config import config_faults
+from shardwright.ds_configs.specs.errors import RefusedInputError
+from shardwright.ds_configs.specs.model import ModelSpec, ParameterShape, lora_parameter_count
 from shardwright.plugins.meta_model import build_meta_model, model_spec_from_meta
 from shardwright.plugins.models import load_model
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.hub import read_model_source
 from shardwright.plugins.models import load_model
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from parallel_memory import DOCUMENT, MEASURED, TARGET_MEAN, case_table, fullest_rows, group_table, rows, verdict
 from parallel_memory_cases import LAYOUTS, STAGES, grid
 from planning import llama, no_activations, public_model
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.memory import GpuMemory, estimate_memory
-from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.parallelism.pipeline_stages import forward_flops_per_token, pipeline_stages
-from shardwright.ds_configs.parallelism.shares import micro_batches_in_flight, rank_shares, stage_share
-from shardwright.ds_configs.partitions import whole_tensors_of_partitions
-from shardwright.ds_configs.rank_parameters import RankParameters, rank_parameters, share_parameters
-from shardwright.ds_configs.strategy import Strategy
-from shardwright.ds_configs.tensor_terms import share_moment_terms
-from shardwright.ds_configs.terms import TERM_MEANINGS, TERM_ROLES
+from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory
+from shardwright.ds_configs.memory.partitions import whole_tensors_of_partitions
+from shardwright.ds_configs.memory.pipeline_stages import forward_flops_per_token, pipeline_stages
+from shardwright.ds_configs.memory.rank_parameters import RankParameters, rank_parameters, share_parameters
+from shardwright.ds_configs.memory.shares import micro_batches_in_flight, rank_shares, stage_share
+from shardwright.ds_configs.memory.tensor_terms import share_moment_terms
+from shardwright.ds_configs.memory.terms import TERM_MEANINGS, TERM_ROLES
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.specs.strategy import Strategy
 
 MODEL = llama()
 MIXTRAL = public_model("mistralai/Mixtral-8x7B-v0.1")

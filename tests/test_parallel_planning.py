@@ -13,19 +13,19 @@ from commands import Shell, shell_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import MODELS, llama, public_model
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.parallelism import collectives
-from shardwright.ds_configs.parallelism.axis_levels import axes_to_try
-from shardwright.ds_configs.parallelism.pipeline_stages import pipeline_stages
-from shardwright.ds_configs.parallelism.step_cost import data_parallel_seconds, step_cost, training_flops_per_token
-from shardwright.ds_configs.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.plan_json import plan_from_dict, plan_to_dict
-from shardwright.ds_configs.reasons import display_name
-from shardwright.ds_configs.render import render_files
-from shardwright.ds_configs.search import search
-from shardwright.ds_configs.strategy import Strategy, ZeroOptions
-from shardwright.ds_configs.variants import micro_batches
+from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
+from shardwright.ds_configs.plan.files import render_files
+from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
+from shardwright.ds_configs.search.axis_levels import axes_to_try
+from shardwright.ds_configs.search.choice import search
+from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.search.variants import micro_batches
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.step_time import collectives
+from shardwright.ds_configs.step_time.step_cost import data_parallel_seconds, step_cost, training_flops_per_token
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")

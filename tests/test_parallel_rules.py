@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.plan import make_plan
+from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 
 LLAMA = llama(num_attention_heads=12, num_key_value_heads=4, num_hidden_layers=4, hidden_size=192)
 MIXTRAL = public_model("mistralai/Mixtral-8x7B-v0.1")

@@ -13,15 +13,15 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.ds_configs.parallelism.pipeline import (
+from shardwright.ds_configs.legality.pipeline import (
     PIPELINE_MODEL_TYPES,
     batch_faults,
     pipeline_faults,
     pipeline_remarks,
     stage_faults,
 )
-from shardwright.ds_configs.parallelism.stages import PipelineStage, bubble_fraction, contiguous_stages
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction, contiguous_stages
 from shardwright.plugins import pipeline_checkpoint
 from shardwright.plugins.checkpoint_tensors import CheckpointTensors
 from shardwright.plugins.pipeline_checkpoint import pipeline_tensors, save_pipeline_checkpoint

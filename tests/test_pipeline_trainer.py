@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import LAYERS, Case, data_of, untrained_model
 from planning import MODELS
-from shardwright.ds_configs.errors import RefusedInputError, UsageError
-from shardwright.ds_configs.parallelism.stages import PipelineStage, contiguous_stages, partition_faults
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.specs.stages import PipelineStage, contiguous_stages, partition_faults
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.pipeline_checkpoint import check_cut, save_cut
 from shardwright.plugins.pipeline_engine import (

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
-from shardwright.ds_configs.plan import Plan
+from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning import plan
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from planning import MODELS
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.parallelism.pipeline_stages import pipeline_stages
-from shardwright.ds_configs.parallelism.shares import rank_shares
-from shardwright.ds_configs.strategy import Strategy
+from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
+from shardwright.ds_configs.memory.shares import rank_shares
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.plugins.planning import plan
 from shardwright.trainers import ExpertParallelCallback, SequenceParallelCallback, TensorParallelCallback
 from shardwright.trainers.plan_parallelism import PlannedParallelism, parallelism_of, planned_parallelism

@@ -15,9 +15,9 @@ import pytest
 import torch
 from commands import Shell, shell_in
 from distilling import tiny
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.strategy import Strategy
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.trainers.launched.ranks import placed_teacher
 from shardwright.trainers.launched.settings import source_faults
 from shardwright.trainers.qat.request import (
@@ -406,7 +406,7 @@ def test_ranges_are_found_without_padding() -> None:
 
 @pytest.fixture(scope="module")
 def outcome(models: dict[str, Path]) -> Outcome:
-    from shardwright.ds_configs.job import TrainingJob
+    from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.planning import plan
     from shardwright.trainers.datasets.samples import SampleStatistics
 

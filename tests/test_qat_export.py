@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.compressed_tensors import unpack_tensors, weight_codes, weight_scale_and_zero_point
 from shardwright.plugins.gathering import gathered_parameters
 from shardwright.plugins.transformers import byte_tokenizer

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from saved_tensors import saved_storages
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.attention_capture import captured_attention
 from shardwright.plugins.compressed_tensors import pack_tensors
 from shardwright.plugins.quantized_cache import cached_attention_modules

@@ -16,8 +16,8 @@ import qat_comparison
 import qat_overhead
 import torch
 from qat_overhead import Run
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.trainers.launched.report import title_of
 from shardwright.trainers.qat.comparison import WAYS, Comparison, compare_qat
 from shardwright.trainers.qat.comparison_report import (

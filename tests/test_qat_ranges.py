@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from saved_tensors import saved_storages
-from shardwright.ds_configs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.config import QATConfig
 from shardwright.trainers.qat.input_ranges import (

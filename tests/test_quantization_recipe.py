@@ -7,7 +7,6 @@ import json
 import pytest
 from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
 from shardwright.cli.main import run
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.config_json import config_group
 from shardwright.ds_configs.quantization.methods import (
     METHOD_NAMES,
@@ -25,6 +24,7 @@ from shardwright.ds_configs.quantization.recipe import (
     resolve_quantization,
 )
 from shardwright.ds_configs.quantization.scheme import PRESETS, changed
+from shardwright.ds_configs.specs.errors import UsageError
 
 ASKED_FOR = {
     "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant-gptq", "w8a8-static-l2", "fp8-dynamic", "nvfp4", "w3-spqr", "nf4",

@@ -15,7 +15,6 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_
 from compressed_tensors.utils.match import match_named_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.combinations import combination_faults
 from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
 from shardwright.ds_configs.quantization.layers import (
@@ -27,6 +26,7 @@ from shardwright.ds_configs.quantization.layers import (
 )
 from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, changed, scheme_named
 from shardwright.ds_configs.quantization.sizes import bits_per_weight
+from shardwright.ds_configs.specs.errors import UsageError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]

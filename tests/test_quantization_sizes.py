@@ -10,7 +10,6 @@ from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
 from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
 from shardwright.ds_configs.quantization.layers import LinearLayer, scheme_faults
 from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, changed
@@ -23,6 +22,7 @@ from shardwright.ds_configs.quantization.sizes import (
     packed_tensors,
     tensor_bytes,
 )
+from shardwright.ds_configs.specs.errors import UsageError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.cli.main import run
-from shardwright.ds_configs.errors import ShardwrightError, UsageError
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.plan import Plan
-from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 from shardwright.plugins.planning import plan, read_hardware
 from shardwright.trainers.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 from shardwright.trainers.rehearsal_checks import (

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
-from shardwright.ds_configs.errors import RefusedInputError, UsageError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.plan import Plan, make_plan
-from shardwright.ds_configs.plan_json import plan_from_dict, plan_to_dict
-from shardwright.ds_configs.render import render_files
+from shardwright.ds_configs.plan.files import render_files
+from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 NODE = parse_hardware("8xH100-80GB", nvme="/local_nvme:7TB")

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import llama, public_model
-from shardwright.ds_configs.candidate import Candidate, nearest_divisors
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.parallel_rules import AXIS_RULES
-from shardwright.ds_configs.rules import RULES, legality_faults
-from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.legality.candidate import Candidate, nearest_divisors
+from shardwright.ds_configs.legality.parallel_rules import AXIS_RULES
+from shardwright.ds_configs.legality.rules import RULES, legality_faults
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 LLAMA = llama(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4)
 MIXTRAL = public_model("mistralai/Mixtral-8x7B-v0.1")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from shardwright.cli.main import run
-from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.models import load_model
 from shardwright.plugins.planning import plan, read_hardware
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.reasons import display_name
-from shardwright.ds_configs.search import ENOUGH_TOKENS, USEFUL_TOKENS, search
+from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.search.choice import ENOUGH_TOKENS, USEFUL_TOKENS, search
+from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.parallelism.context import context_parallel_faults
-from shardwright.ds_configs.parallelism.sequence import sample_faults, sequence_parallel_faults
+from shardwright.ds_configs.legality.context import context_parallel_faults
+from shardwright.ds_configs.legality.sequence import sample_faults, sequence_parallel_faults
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins import ring_attention_cpu
 from shardwright.plugins.deepspeed import accept_train_batch_size, train_batch_size
 from shardwright.plugins.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps

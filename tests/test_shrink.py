@@ -12,26 +12,26 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.buffers import default_zero_options
-from shardwright.ds_configs.candidate import Candidate
-from shardwright.ds_configs.changes import Change
-from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.ds_configs.families import FAST_FAMILIES, model_spec_from_config
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.model import ModelSpec
-from shardwright.ds_configs.model_config import config_faults
-from shardwright.ds_configs.rules import RULES, legality_faults
-from shardwright.ds_configs.shrink import ShrunkenModel, rehearsed_sequence, shrink_model_config
-from shardwright.ds_configs.shrink_layers import kept_layers
-from shardwright.ds_configs.shrink_layout import (
+from shardwright.ds_configs.legality.candidate import Candidate
+from shardwright.ds_configs.legality.rules import RULES, legality_faults
+from shardwright.ds_configs.memory.buffers import default_zero_options
+from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
+from shardwright.ds_configs.models.model_config import config_faults
+from shardwright.ds_configs.shrink.config import ShrunkenModel, rehearsed_sequence, shrink_model_config
+from shardwright.ds_configs.shrink.layers import kept_layers
+from shardwright.ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_strategy,
     shrink_training_arguments,
     shrink_zero_options,
 )
-from shardwright.ds_configs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.specs.changes import Change
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 MODELS = sorted((Path(__file__).parent / "data" / "models").iterdir())
 HARDWARE = parse_hardware("2x16xA100-80GB", nvme="/nvme:1TB")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.quantization.bit_packing import pack_bits, sparse_rows, unpack_bits
 from shardwright.trainers.quantization.hessians import ErrorFeedback, inverse_factor, weighted_error
 from shardwright.trainers.quantization.spqr import SMALL_DIRECTORY, load_spqr, quantize_with_spqr

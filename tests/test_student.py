@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from shardwright.cli import main
-from shardwright.ds_configs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.distillation import student_files
 from shardwright.trainers.distillation.student_layers import uniform_layers
 from shardwright.trainers.distillation.student_low_rank import low_rank

@@ -16,7 +16,7 @@ import torch
 from distilling import collate, tiny, training_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.teacher_placement import PlacedTeacher
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache_format import RecordFormat, decode, encode, log_probabilities

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.cli.main import run
-from shardwright.ds_configs.distillation_memory import (
+from shardwright.ds_configs.memory.distillation_memory import (
     BLOCK_BYTES,
     CHUNK_BYTES,
     HEAD_ROWS,
@@ -22,14 +22,14 @@ from shardwright.ds_configs.distillation_memory import (
     teacher_gpu_bytes,
     teacher_terms,
 )
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.memory import estimate_memory
-from shardwright.ds_configs.plan import Plan, PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.strategy import Strategy
-from shardwright.ds_configs.teacher_choice import PLACEMENTS
-from shardwright.ds_configs.zero3_gathers import forward_gathered_elements
+from shardwright.ds_configs.memory.estimate import estimate_memory
+from shardwright.ds_configs.memory.zero3_gathers import forward_gathered_elements
+from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.search.teacher_choice import PLACEMENTS
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")

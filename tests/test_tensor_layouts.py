@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.parallelism.tensor_layouts import (
+from shardwright.ds_configs.search.tensor_layouts import (
     Product,
     compare_tensor_layouts,
     cube_traffic,
@@ -22,6 +19,9 @@ from shardwright.ds_configs.parallelism.tensor_layouts import (
     summa_traffic,
     where_one_dimension_stops_paying,
 )
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 
 RANDOM = np.random.default_rng(0)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.parallelism.tensor import (
+from shardwright.ds_configs.legality.tensor import (
     TENSOR_PARALLEL_FAMILIES,
     WITHOUT_TENSOR_PLAN,
     tensor_parallel_faults,
 )
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.auto_tp import (
     host_generators,
     layers_without_rule,

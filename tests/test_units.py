@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.errors import UsageError
-from shardwright.ds_configs.units import gigabytes, human_count, parse_bytes
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.units import gigabytes, human_count, parse_bytes
 
 POWERS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..ds_configs.shrink import Change
+from ..ds_configs.shrink.config import Change
 
 LEARNING_RATES: Mapping[str, float] = {
     "sgd": 0.5,

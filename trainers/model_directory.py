@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..ds_configs.errors import Fault
+from ..ds_configs.specs.errors import Fault
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from transformers import TrainerCallback
 
-from ..ds_configs.errors import ShardwrightError
-from ..ds_configs.measurement import (
+from ..ds_configs.plan.measurement import (
     FILE_NAME,
     FIRST_STEPS,
     RankMeasurement,
@@ -29,8 +28,9 @@ from ..ds_configs.measurement import (
     predicted_memory,
     report_lines,
 )
-from ..ds_configs.plan import Plan
-from ..ds_configs.render.write import write_files
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.plan.write import write_files
+from ..ds_configs.specs.errors import ShardwrightError
 from ..plugins.accelerate import engine_from_environment
 from ..plugins.planning import installed_versions
 from ..plugins.transformers import deepspeed_configuration

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..ds_configs.parallelism.pipeline_stages import pipeline_stages
-from ..ds_configs.parallelism.stages import PipelineStage
-from ..ds_configs.strategy import Strategy
+from ..ds_configs.memory.pipeline_stages import pipeline_stages
+from ..ds_configs.specs.stages import PipelineStage
+from ..ds_configs.specs.strategy import Strategy
 
 if TYPE_CHECKING:
-    from ..ds_configs.plan import Plan
+    from ..ds_configs.plan.plan import Plan
 
 
 class ParallelCallback(Protocol):

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import Fault, ShardwrightError, UsageError
-from ..ds_configs.plan import Plan
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from .rehearsal_checks import (
     Check,
     check_checkpoint,
@@ -247,9 +247,9 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]
 
 
 def _predicted(rehearsed: Rehearsed, work: Path) -> dict[str, PredictedPhase]:
-    from ..ds_configs.cpu_memory import cpu_rank_terms
-    from ..ds_configs.tensor_terms import activations_are_stored
-    from ..ds_configs.terms import TERM_ROLES
+    from ..ds_configs.memory.cpu_memory import cpu_rank_terms
+    from ..ds_configs.memory.tensor_terms import activations_are_stored
+    from ..ds_configs.memory.terms import TERM_ROLES
 
     source = None
     if not activations_are_stored(rehearsed.model, rehearsed.job):

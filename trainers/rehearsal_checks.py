@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 from ..ds_configs.check import Finding
 from ..ds_configs.check.files import run_check
-from ..ds_configs.errors import UsageError
-from ..ds_configs.plan import Plan
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.specs.errors import UsageError
 from .rehearsal_files import PlanFiles
 
 CheckName = Literal[

@@ -10,21 +10,21 @@ from typing import Any, Literal
 
 import yaml
 
-from ..ds_configs.errors import UsageError
-from ..ds_configs.job import TrainingJob
-from ..ds_configs.model import ModelSpec
-from ..ds_configs.parallelism.pipeline_stages import pipeline_stages
-from ..ds_configs.parallelism.stages import PipelineStage
-from ..ds_configs.plan import Plan
-from ..ds_configs.shrink import Change, rehearsed_sequence, shrink_model_config
-from ..ds_configs.shrink_layout import (
+from ..ds_configs.memory.pipeline_stages import pipeline_stages
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.shrink.config import Change, rehearsed_sequence, shrink_model_config
+from ..ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_strategy,
     shrink_training_arguments,
     shrink_zero_options,
 )
-from ..ds_configs.strategy import Strategy
+from ..ds_configs.specs.errors import UsageError
+from ..ds_configs.specs.job import TrainingJob
+from ..ds_configs.specs.model import ModelSpec
+from ..ds_configs.specs.stages import PipelineStage
+from ..ds_configs.specs.strategy import Strategy
 from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed, cpu_model
 from .rehearsal_worker import WorkerJob
 

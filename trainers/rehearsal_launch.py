@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import ShardwrightError
+from ..ds_configs.specs.errors import ShardwrightError
 from ..plugins.compiled_operators import needed_operators, prepare_operators
 from ..plugins.launching import Launch, LaunchFailedError, first_traceback, free_port, python_arguments, run_together
 from .rehearsal_files import Rehearsed

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault, UsageError
-from ..ds_configs.plan import Plan
-from ..ds_configs.render.write import write_files
-from ..ds_configs.shrink import Change
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.plan.write import write_files
+from ..ds_configs.shrink.config import Change
+from ..ds_configs.specs.errors import Fault, UsageError
 from .rehearsal_checks import Check
 
 if TYPE_CHECKING:

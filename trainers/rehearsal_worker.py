@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.errors import ShardwrightError
-from ..ds_configs.parallelism.stages import PipelineStage
-from ..ds_configs.strategy import Strategy
+from ..ds_configs.specs.errors import ShardwrightError
+from ..ds_configs.specs.stages import PipelineStage
+from ..ds_configs.specs.strategy import Strategy
 from ..plugins.accelerate import configure_cpu_ranks
 from ..plugins.deepspeed import prepare_nvme_offload
 from ..plugins.peft import add_lora

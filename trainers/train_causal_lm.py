@@ -20,8 +20,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..ds_configs.plan import Plan
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..plugins.accelerate import Engine, configure_cpu_ranks, engine_from_environment
 from ..plugins.deepspeed import prepare_nvme_offload
 from ..plugins.peft import add_lora, four_bit_loading

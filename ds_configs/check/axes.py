@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..candidate import nearest_divisors
-from ..parallelism.tensor import LARGEST_ZERO_STAGE
+from ..legality.candidate import nearest_divisors
+from ..legality.tensor import LARGEST_ZERO_STAGE
 from .report import Report
 
 _TENSOR = "tensor_parallel.autotp_size"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import Fault
+from ..specs.errors import Fault
 from .pair import check_pair, check_text, parse_report
 from .parsing import MAXIMUM_BYTES, detect_kind
 from .report import Finding, Report

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import Fault
+from ..specs.errors import Fault
 from .tree import Node, Problem
 
 MAXIMUM_FINDINGS = 200

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import Fault
+from ..specs.errors import Fault
 
 if TYPE_CHECKING:
     from .scheme import ActivationQuantization, QuantizationScheme, WeightQuantization

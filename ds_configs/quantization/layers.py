@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from ..errors import Fault
+from ..specs.errors import Fault
 from .combinations import combination_faults
 from .scheme import QuantizationScheme
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from ..dimensions import Dimensions
+from ..specs.dimensions import Dimensions
 from .layers import LinearLayer, selected_layers
 from .methods import METHODS, MethodName, needs_calibration
 from .scheme import QuantizationScheme

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import Fault
+from ..specs.errors import Fault
 from .scheme import QuantizationScheme
 
 MethodName = Literal[

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..errors import Fault, UsageError
+from ..specs.errors import Fault, UsageError
 from .methods import (
     METHOD_NAMES,
     METHODS,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..errors import Fault, UsageError
+from ..specs.errors import Fault, UsageError
 
 WeightStrategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
 ActivationStrategy = Literal["token", "tensor", "group", "tensor_group"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.specs.errors import Fault, UsageError
 from ..quantized_model import ReportProgress
 from .fixes import all_fixes
 from .journal import Journal, run_identity

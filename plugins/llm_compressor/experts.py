@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault
 from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import TensorShape
+from ...ds_configs.specs.errors import Fault
 
 _EXPERT_WEIGHT = re.compile(r"(.+\.experts\.\d+\.\w+)\.weight")
 _WRITTEN_EXPERT = re.compile(r"(.+\.experts\.\d+)\.(gate_proj|down_proj|up_proj)\.(\w+)")

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.specs.errors import Fault, UsageError
 
 MANIFEST = "journal.json"
 _SCHEMA_VERSION = 1

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.dimensions import Dimensions
-from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
+from ...ds_configs.specs.dimensions import Dimensions
+from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..hub import ModelSource, read_model_source
 from ..meta_model import build_meta_model, model_spec_from_meta
 from .experts import expert_layers, router_patterns

@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any, Literal
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.config_json import config_group
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.specs.errors import Fault, UsageError
 from .journal import Journal, JournalEntry
 from .progress import Steps
 from .range_observers import observer_name

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from planning import llama
-from shardwright.ds_configs.hardware import parse_hardware
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.plan import make_plan
-from shardwright.ds_configs.render.deepspeed import deepspeed_config
+from shardwright.ds_configs.plan.deepspeed import deepspeed_config
+from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 
 STEPS = 5
 SEQ_LEN = 64

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 from safetensors.torch import save_file
-from shardwright.ds_configs.errors import UsageError
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.transformers import save_model_directory
 from shardwright.trainers.tensor_parallel.tensor_parallel_callback import TensorParallelCallback

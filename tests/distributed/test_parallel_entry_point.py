@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.measurement import FILE_NAME, measurement_from_text
+from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning import plan
 from warm_ranks import OnDemand, run_ranks
 

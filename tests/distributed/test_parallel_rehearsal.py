@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from planning import MODELS
-from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning import plan
 from shardwright.trainers.rehearsal import rehearse
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from session import warm_path
-from shardwright.ds_configs.job import TrainingJob
-from shardwright.ds_configs.measurement import FILE_NAME, measurement_from_text
-from shardwright.ds_configs.plan import Plan
+from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.launching import run
 from shardwright.plugins.planning import plan
 

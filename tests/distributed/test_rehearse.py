@@ -18,7 +18,7 @@ import psutil
 import pytest
 from planning import MODELS
 from session import warm_command
-from shardwright.ds_configs.job import TrainingJob
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning import plan
 from shardwright.trainers.rehearsal import Rehearsal, rehearse
 

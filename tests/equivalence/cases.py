@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.ds_configs.strategy import Strategy
+from shardwright.ds_configs.specs.strategy import Strategy
 
 STEPS = 5
 MICRO_STEP_SAMPLES = 4

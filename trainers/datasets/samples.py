@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
 from .sources import Row, parse_source, read_rows
 

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 
 PYTHON_HELP = "python-help"
 """Names the topics of Python's own help, which every installation holds."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 
 LARGEST_RANGE = 60.0
 """Depths beyond are stored as this: exp(-60) is 0 beside 1 in fp32."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ...ds_configs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ..datasets.samples import Samples, load_samples
 from ..text import load_tokenizer
 from ..train_causal_lm import check_seq_len, load_config

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...ds_configs.render.write import write_files
+from ...ds_configs.plan.write import write_files
+from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from .batch import accepted
 from .cache_format import Answers, RecordFormat, encode
 from .head_forward import captured_head_input

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ...ds_configs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ..notes import note
 from .batch import accepted
 from .contrastive import feature_loss, gather_rows, interactive_loss, similarity_loss, task_loss

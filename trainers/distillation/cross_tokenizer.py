@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ..datasets.chat import IGNORED_LABEL
 from .divergences import divergence_rows
 from .text_alignment import Span, aligned_spans, boundaries, shared_vocabulary, token_offsets

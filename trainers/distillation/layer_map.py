@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 
 LayerMapKind = Literal["uniform", "interpolate"]
 LayerPairs = tuple[tuple[int, int], ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ..datasets.chat import IGNORED_LABEL
 from .divergences import divergence_rows
 from .objective import LogitTargets, TokenObjective, TokenSums, TopKTargets

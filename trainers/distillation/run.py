@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ...ds_configs.render.write import write_files
+from ...ds_configs.plan.write import write_files
 from ..launched.inputs import Notify
 from ..launched.launch import OnStep, arguments_of, compile_operators, job_fields, launch, write_samples
 from ..launched.report import read_metrics

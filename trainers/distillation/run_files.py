@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ...ds_configs.errors import Fault
+from ...ds_configs.specs.errors import Fault
 from ..launched.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
 
 if TYPE_CHECKING:

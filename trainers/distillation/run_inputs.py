@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError, collecting
-from ...ds_configs.plan import Plan
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...plugins.models import LoadedModel, load_model
 from ...plugins.planning import plan as make_plan
 from ..datasets.samples import Samples

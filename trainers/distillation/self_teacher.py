@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     import torch

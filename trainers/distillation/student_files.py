@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.hub import ModelSource
 from ..model_directory import COMPANIONS, INDEX, SINGLE, appearing_directory
 

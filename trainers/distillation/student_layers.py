@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.shrink_layers import LAYER_COUNTS
+from ...ds_configs.shrink.layers import LAYER_COUNTS
+from ...ds_configs.specs.errors import Fault, UsageError
 
 _LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
 _THRESHOLDS = ("first_k_dense_replace", "max_window_layers")

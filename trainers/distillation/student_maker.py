@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.hub import ModelSource, read_model_source
 from ...plugins.meta_model import build_meta_model
 from ..model_directory import copy_companions, output_faults

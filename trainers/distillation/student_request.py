@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...ds_configs.errors import Fault
+from ...ds_configs.specs.errors import Fault
 
 Importance = Literal["magnitude", "activation"]
 Prune = Literal["magnitude", "l1"]

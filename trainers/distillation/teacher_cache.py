@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...ds_configs.errors import Fault, RefusedInputError, UsageError
-from ...ds_configs.render.write import write_files
+from ...ds_configs.plan.write import write_files
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from .cache_format import Answers, RecordFormat, decode, log_probabilities
 from .objective import TopKTargets
 

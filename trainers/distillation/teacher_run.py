@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.attention_capture import hidden_states_of
 from ...plugins.output_heads import OutputHead
 from ...plugins.whole_sequence import own_shard, whole_sequences

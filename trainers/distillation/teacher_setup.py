@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.teacher_placement import TeacherPlacement
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.output_heads import head_module, head_tensors
 from ..notes import note
 from .config import DistillationConfig, Schedule

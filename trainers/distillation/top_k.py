@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from .divergences import LOWEST, divergence_and_gradient, divergence_rows
 from .objective import Divergence, TokenObjective, TopKTargets
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ...ds_configs.units import gigabytes
+from ...ds_configs.specs.units import gigabytes
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks
 from .estimates import exponential, token_mean
 from .inputs import Notify, checked_subjects, chosen_seq_len, default_device, shared_tokenizer

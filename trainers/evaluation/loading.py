@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.hub import ModelSource, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
 from ..text import TOKENIZER_FILES, load_tokenizer

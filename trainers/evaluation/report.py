@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...ds_configs.units import gigabytes, human_count
+from ...ds_configs.specs.units import gigabytes, human_count
 from ..markdown import table
 from .estimates import Estimate
 from .result import Evaluation, ModelResult

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ..datasets.chat import IGNORED_LABEL, special_prefix, special_suffix
 from ..datasets.samples import load_samples
 from ..datasets.sources import PYTHON_HELP

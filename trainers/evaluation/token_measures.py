@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...ds_configs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...plugins.output_heads import output_head
 from ..datasets.chat import IGNORED_LABEL
 from ..datasets.samples import collate

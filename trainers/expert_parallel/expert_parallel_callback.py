@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins import auto_ep
 from ...plugins.auto_ep_checkpoint import Shapes, whole_shapes, whole_state_dict
 from ...plugins.transformers import deepspeed_configuration

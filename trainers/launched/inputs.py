@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, UsageError
-from ...ds_configs.job import AXIS_FIELDS, TrainingJob
-from ...ds_configs.plan import Plan
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.models import LoadedModel, load_model
 from ...plugins.planning import read_hardware
 from ..datasets.samples import Samples, load_samples
 from .settings import LaunchedSettings, is_without
 
 if TYPE_CHECKING:
-    from ...ds_configs.hardware import HardwareSpec
+    from ...ds_configs.specs.hardware import HardwareSpec
 
 _DEFAULT_GLOBAL_BATCH = 32
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import ShardwrightError
-from ...ds_configs.plan import Plan
-from ...ds_configs.render.launch import launch_arguments
-from ...ds_configs.render.training_arguments import training_arguments as planned_arguments
+from ...ds_configs.plan.launch import launch_arguments
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.training_arguments import training_arguments as planned_arguments
+from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching import LaunchFailedError, at_free_port, python_arguments, run
 from ..datasets.samples import Samples
 from .inputs import Notify, evaluation_batch_size

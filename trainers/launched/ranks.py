@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...ds_configs.errors import ShardwrightError
+from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.accelerate import Engine, configure_cpu_ranks
 from ...plugins.deepspeed import prepare_nvme_offload
 from ...plugins.peft import add_lora

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan import Plan
-from ...ds_configs.units import gigabytes
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.units import gigabytes
 from ..datasets.samples import SampleStatistics
 from ..markdown import table
 from .settings import METRICS_FILE, LaunchedSettings

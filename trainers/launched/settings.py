@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...ds_configs.errors import Fault
-from ...ds_configs.job import OffloadName, StrategyName, Switch
-from ...ds_configs.teacher_placement import TeacherPlacement, TeacherPlacementChoice
+from ...ds_configs.specs.errors import Fault
+from ...ds_configs.specs.job import OffloadName, StrategyName, Switch
+from ...ds_configs.specs.teacher_placement import TeacherPlacement, TeacherPlacementChoice
 from ..distillation.objective import Divergence
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.parallelism.pipeline import batch_faults, pipeline_faults
+from ...ds_configs.legality.pipeline import batch_faults, pipeline_faults
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.pipeline_engine import set_global_batch, written_global_batch
 from ...plugins.pipeline_tensor_parallel import ENGINE_SECTION
 from ...plugins.transformers import deepspeed_configuration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ...ds_configs.errors import UsageError
+from ...ds_configs.specs.errors import UsageError
 from .micro_batches import IGNORED, batch_faults
 
 if TYPE_CHECKING:

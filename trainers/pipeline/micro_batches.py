@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
     import torch

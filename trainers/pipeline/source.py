@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.job import TrainingJob
-from ...ds_configs.parallelism.pipeline_stages import pipeline_stages
-from ...ds_configs.parallelism.stages import PipelineStage
+from ...ds_configs.memory.pipeline_stages import pipeline_stages
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.stages import PipelineStage
 from ...plugins.meta_model import model_spec_from_meta
 
 LONGEST_SEQUENCE_TOKENS = 4096

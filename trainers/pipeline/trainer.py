@@ -13,8 +13,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.parallelism.stages import PipelineStage, partition_faults
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.stages import PipelineStage, partition_faults
 from ...plugins.pipeline_checkpoint import check_cut, save_cut, save_pipeline_checkpoint
 from ...plugins.pipeline_engine import (
     ShapeWatch,

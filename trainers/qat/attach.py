@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
 from ...ds_configs.quantization.mixtures import expert_scheme
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.llm_compressor.experts import expert_faults, router_modules, router_patterns
 from .config import QATConfig
 from .experts import expert_linear_layers, experts_faults, fake_quantize_experts, is_fused_experts

@@ -11,9 +11,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed import share_with_zero3
 from ..notes import note
 from .attach import Attachment, attach, attachment_of

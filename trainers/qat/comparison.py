@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from .attach import attach
 from .comparison_result import WAYS, Comparison, Way
 from .comparison_runs import Job, OnProgress, Sample, run_all

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from ...ds_configs.errors import Fault
 from ...ds_configs.quantization.combinations import combination_faults
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.specs.errors import Fault
 from .rounding import WeightRule
 
 InputRanges = Literal["calibrated", "minmax", "moving_average", "percentile", "l2", "learned"]

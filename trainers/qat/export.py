@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.mixtures import mixture_remarks
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...plugins.checkpoint_model import model_class
 from ...plugins.gathering import first_rank, training_device
 from ..model_directory import appearing_directory, output_faults

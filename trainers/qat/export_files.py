@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.mixtures import mixture_quantization_config
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ..model_directory import COMPANIONS, INDEX, copy_companions
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...plugins.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
 from ...plugins.compressed_tensors import StoredLayer, pack_tensors
 from ...plugins.gathering import gathered_parameters, training_device

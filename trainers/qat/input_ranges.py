@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.scheme import ActivationQuantization
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.compressed_tensors import code_range, range_scale_and_zero_point
 from ...plugins.quantized_cache import float8_scale
 from ...plugins.recomputation import in_backward_pass

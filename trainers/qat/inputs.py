@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, UsageError, collecting
-from ...ds_configs.plan import Plan
+from ...ds_configs.plan.plan import Plan
 from ...ds_configs.quantization.layers import LinearLayer, scheme_remarks
 from ...ds_configs.quantization.mixtures import mixture_remarks
+from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ...plugins.meta_model import build_meta_model
 from ...plugins.models import load_model

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault
 from ...ds_configs.quantization.scheme import ActivationQuantization
+from ...ds_configs.specs.errors import Fault
 from ...plugins.compressed_tensors import code_range
 from ...plugins.quantized_cache import (
     LARGEST_FLOAT8,

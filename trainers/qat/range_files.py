@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, UsageError
-from ...ds_configs.render.write import write_files
+from ...ds_configs.plan.write import write_files
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 
 if TYPE_CHECKING:
     from .attach import Attachment

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.scheme import changed, scheme_named
+from ...ds_configs.specs.errors import Fault, UsageError
 from ..launched.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
 from .config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfig
 from .rounding import WeightRule
 
 if TYPE_CHECKING:
-    from ...ds_configs.strategy import Strategy
+    from ...ds_configs.specs.strategy import Strategy
     from ..distillation.config import DistillationConfig
 
 SELF = "self"

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.render.write import write_files
+from ...ds_configs.plan.write import write_files
 from ..datasets.samples import Sample
 from ..launched.inputs import Notify
 from ..launched.launch import OnStep, arguments_of, compile_operators, job_fields, launch, write_samples

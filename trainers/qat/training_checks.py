@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault
+from ...ds_configs.specs.errors import Fault
 from ...plugins.accelerate import engine_from_environment
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...ds_configs.errors import Fault, RefusedInputError
+from ...ds_configs.specs.errors import Fault, RefusedInputError
 
 if TYPE_CHECKING:
     import torch

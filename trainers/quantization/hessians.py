@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...ds_configs.errors import Fault, RefusedInputError
+from ...ds_configs.specs.errors import Fault, RefusedInputError
 
 if TYPE_CHECKING:
     import torch

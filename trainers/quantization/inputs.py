@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import DoesNotFitError, Fault, UsageError, collecting
 from ...ds_configs.quantization.layers import (
     DEFAULT_IGNORE,
     LinearLayer,
@@ -22,7 +21,8 @@ from ...ds_configs.quantization.methods import METHODS, MethodName, needs_calibr
 from ...ds_configs.quantization.recipe import QuantizeSettings, ResolvedQuantization, resolve_quantization
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import checkpoint_bytes, tensor_bytes
-from ...ds_configs.units import gigabytes
+from ...ds_configs.specs.errors import DoesNotFitError, Fault, UsageError, collecting
+from ...ds_configs.specs.units import gigabytes
 from ...plugins.llm_compressor.experts import expert_faults
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ..datasets.samples import Samples, load_samples

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ...ds_configs.errors import Fault
+from ...ds_configs.specs.errors import Fault
 
 _SUFFIX = ".journal"
 

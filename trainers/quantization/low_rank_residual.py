@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from .bit_packing import SparseRows, pack_bits, packed_size, sparse_rows, unpack_bits
 from .hessians import ErrorFeedback, check_matrix, inverse_factor, weighted_error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.quantization.methods import METHODS
-from ...ds_configs.units import gigabytes
+from ...ds_configs.specs.units import gigabytes
 from ..evaluation.report import CHART_FILE, chart, report_section
 from ..evaluation.result import Evaluation
 from ..markdown import table

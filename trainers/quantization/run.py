@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.errors import ShardwrightError
+from ...ds_configs.plan.write import write_files
 from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
-from ...ds_configs.render.write import write_files
+from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.llm_compressor.experts import restore_expert_names
 from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.quantized_model import ReportProgress

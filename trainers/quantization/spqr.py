@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.quantized_model import ReportProgress
 from .low_rank_residual import LowRankOptions, low_rank_residual
 from .spqr_format import DESCRIPTION, SmallMatrix, load_small_format, save_small_format

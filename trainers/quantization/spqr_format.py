@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError
+from ...ds_configs.specs.errors import Fault, RefusedInputError
 from ..model_directory import appearing_directory
 from .bit_packing import SparseRows
 from .low_rank_residual import LowRankMatrix

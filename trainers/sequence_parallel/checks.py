@@ -6,13 +6,13 @@ import os
 import sys
 from typing import Any
 
-from ...ds_configs.errors import Fault
-from ...ds_configs.parallelism.sequence import (
+from ...ds_configs.legality.sequence import (
     LENGTH_DEPENDENT_ROTATIONS,
     UNSHAREABLE_MODELS,
     WITHOUT_MASK,
     sequence_parallel_faults,
 )
+from ...ds_configs.specs.errors import Fault
 from ...plugins.deepspeed import train_batch_size
 from ...plugins.transformers import deepspeed_configuration
 

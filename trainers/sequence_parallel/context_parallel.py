@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.parallelism.context import context_parallel_faults
+from ...ds_configs.legality.context import context_parallel_faults
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.accelerate import engine_from_environment
 from ...plugins.ring_attention_cpu import enable_cpu_ring_attention
 from .checks import attention_window, base_model, parallelism_faults, reading_faults, rotation

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
 
-from ...ds_configs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed import accept_train_batch_size
 from ...plugins.tiled_compute import share_tiled_mlps, tile_mlps, untile_mlps
 from ...plugins.ulysses import SharedSequence, forget_sequence_parallelism

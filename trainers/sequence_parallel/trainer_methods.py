@@ -10,8 +10,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.parallelism.sequence import attention_faults, sample_faults
+from ...ds_configs.legality.sequence import attention_faults, sample_faults
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.ulysses import SharedSequence
 from ...plugins.whole_sequence import gradients_are_added_over_a_sequence
 from .shards import (

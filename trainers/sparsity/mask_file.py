@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

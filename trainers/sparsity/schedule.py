@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...ds_configs.errors import Fault
+from ...ds_configs.specs.errors import Fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from ...ds_configs.errors import Fault, UsageError
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE, is_match
+from ...ds_configs.specs.errors import Fault, UsageError
 
 _SHOWN = 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...ds_configs.errors import Fault
+from ...ds_configs.specs.errors import Fault
 
 _SECTION_KEYS = frozenset({"autotp_size", "vocab_parallel_lm_head", "partition_config", "dtype", "keep_module_on_host"})
 

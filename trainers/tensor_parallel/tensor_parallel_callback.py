@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.errors import Fault, UsageError
-from ...ds_configs.parallelism.tensor import tensor_parallel_faults
+from ...ds_configs.legality.tensor import tensor_parallel_faults
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.auto_tp import (
     align_random_state,
     forget_tensor_parallel,

@@ -1,0 +1,83 @@
+"""Where activation bytes come from: the stored traced coefficients, or a trace of the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..specs.job import TrainingJob
+from ..specs.model import ModelSpec
+from .activations import ActivationEstimate, Adapter, Attention, Mode, UnknownFamilyError, estimate_activations
+
+ActivationSource = Callable[[int, Mode], ActivationEstimate]
+"""Activation bytes for a micro-batch size and a precision mode."""
+
+
+def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attention = "auto") -> ActivationSource:
+    """Return the activation bytes of the traced coefficients that ship with the package.
+
+    `unmasked` is the attention kernel where no mask reaches it.
+    """
+    window = model.sliding_window
+    attention: Attention = "masked" if window and job.seq_len_tokens > window else unmasked
+
+    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
+        return estimate_activations(
+            family=model.model_type,
+            dimensions=model.dimensions,
+            micro_batch_size=micro_batch_size,
+            seq_len_tokens=job.seq_len_tokens,
+            mode=mode,
+            adapter=adapter,
+            lora_rank=0 if adapter == "none" else job.lora_rank,
+            chunked_loss=job.loss == "chunked",
+            attention=attention,
+        )
+
+    def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+        try:
+            return estimate(micro_batch_size, mode, adapter_name(job))
+        except UnknownFamilyError:
+            # Full training keeps at least what adapters on frozen weights keep.
+            full = estimate(micro_batch_size, mode, "none")
+            if mode != "bf16_autocast" or job.method == "full":
+                return full
+            # Under autocast the frozen weights are 16-bit and only the adapters are copied.
+            copies = full.autocast_weight_copy_bytes_per_parameter
+            return replace(estimate(micro_batch_size, "bf16", "none"), autocast_weight_copy_bytes_per_parameter=copies)
+
+    return source
+
+
+def outside_without_norm(
+    traced: ActivationEstimate, model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode
+) -> ActivationEstimate:
+    """Return activations of layers that no final norm follows: rotary tables and masks alone lie around them.
+
+    A family without stored coefficients keeps the norm, which is little beside a layer.
+    """
+    bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
+    try:
+        rest = cached_activations(bare, replace(job, loss="eager"))(micro_batch_size, mode)
+    except UnknownFamilyError:
+        return traced
+    return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
+
+
+def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
+    """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
+    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
+    source = cached_activations(model, job)
+    try:
+        for mode in modes:
+            source(1, mode)
+    except UnknownFamilyError:
+        return False
+    return model.task == "causal_lm"
+
+
+def adapter_name(job: TrainingJob) -> Adapter:
+    """Return the activation profile of the job's adapters; unusual targets count as all Linear modules."""
+    if job.method == "full":
+        return "none"
+    return "lora_attention" if set(job.lora_targets) <= {"q_proj", "v_proj"} else "lora_all_linear"

@@ -1,0 +1,124 @@
+"""Elements that one rank trains and keeps frozen, and how its gradients grow during the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..specs.job import TrainingJob
+from ..specs.model import ModelSpec, lora_parameter_count
+from ..specs.strategy import Strategy
+from .moments import PHASES, Moment
+from .shares import rank_shares
+
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a 4-bit weight: half a byte, one byte of scale for each 64, one fp32 for each 256 scales
+(bitsandbytes NF4 with double quantization, QLoRA section 3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankParameters:
+    """Elements that one rank trains and keeps frozen before sharding."""
+
+    trainable: int
+    """Elements with gradients and optimizer states."""
+    frozen: int
+    """Elements without."""
+    frozen_bytes: int
+    """Bytes of the frozen elements as stored."""
+    largest_trainable: int
+    """Elements of the largest single trainable tensor."""
+    trainable_tail: int
+    """Trainable elements of final norm and head, whose gradients come first."""
+    trainable_outside_layers: int
+    """Trainable elements of the tail and the embeddings, whose gradients come last unless tied to the head."""
+    layers: int
+    """Layers that share the other trainable elements."""
+    trainable_experts: int = 0
+    """Trainable elements of experts that `1 / ep` of the data-parallel ranks hold; 0 without expert parallelism."""
+
+    def shard(self, strategy: Strategy) -> int:
+        """Trainable elements whose states a rank keeps: experts are divided over the ranks that hold the same ones."""
+        ranks = strategy.shard_size
+        dense = self.trainable - self.trainable_experts
+        return -(-dense // ranks) + -(-self.trainable_experts * strategy.ep // ranks)
+
+    def largest_group_shard(self, strategy: Strategy) -> int:
+        """Trainable elements of the shard that the optimizer steps at once: experts are a group of their own."""
+        experts = -(-self.trainable_experts * strategy.ep // strategy.shard_size)
+        return max(experts, self.shard(strategy) - experts)
+
+    def state_shard(self, states: int, strategy: Strategy) -> int:
+        """Bytes that one rank keeps of `states`, those of all trainable elements of `trainable`."""
+        if not self.trainable_experts:
+            return -(-states // strategy.shard_size)
+        return -(-states * self.shard(strategy) // self.trainable)
+
+    def gradients_so_far(self, moment: Moment) -> int:
+        """Elements whose gradients exist at a moment of the backward pass, of those that are trained."""
+        in_layers = self.trainable - self.trainable_outside_layers
+        done = {
+            "head_backward": self.trainable_tail,
+            "after_head": self.trainable_tail,
+            "last_layer_backward": self.trainable_tail,
+            "after_last_layer": self.trainable_tail + in_layers // self.layers,
+            "first_layer_backward": self.trainable_tail + in_layers - in_layers // self.layers,
+            "after_first_layer": self.trainable_tail + in_layers,
+        }
+        return done.get(moment, self.trainable)
+
+
+def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Strategy | None = None) -> RankParameters:
+    """Return what a rank trains and what it keeps frozen under the job's method.
+
+    Without a strategy that is everything; with one, what the fullest rank holds before ZeRO divides it.
+    """
+    if strategy is None:
+        return share_parameters(model, job)
+    shares = rank_shares(strategy, model, job)
+    return max((share_parameters(share.model, job, ep=strategy.ep) for share in shares), key=lambda p: p.trainable)
+
+
+def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> RankParameters:
+    """Return what a rank trains and keeps frozen that holds all of `model`, its experts under expert parallelism."""
+    total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
+    if job.method == "full":
+        return RankParameters(
+            trainable=total,
+            frozen=0,
+            frozen_bytes=0,
+            largest_trainable=model.largest_parameter,
+            trainable_tail=model.tail_parameters,
+            trainable_outside_layers=model.parameters_outside_layers,
+            layers=layers,
+            trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
+        )
+    adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
+    frozen_bytes = total * job.compute_bytes
+    if job.method == "qlora":
+        quantized = model.linear_parameters(include_head=False)
+        frozen_bytes = round(quantized * NF4_BYTES) + (total - quantized) * job.compute_bytes
+    widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
+    return RankParameters(
+        trainable=adapters,
+        frozen=total,
+        frozen_bytes=frozen_bytes,
+        largest_trainable=job.lora_rank * widest,
+        trainable_tail=0,
+        trainable_outside_layers=0,
+        layers=layers,
+    )
+
+
+def growing_gradients(strategy: Strategy, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
+    """Return the gradient bytes of the moments at which they grow to `whole_bytes`.
+
+    With accumulation they are whole from the second micro-batch on, in its forward pass too.
+    """
+    if strategy.gradient_accumulation_steps > 1:
+        return {"loss": {"gradients": whole_bytes}, "backward": {"gradients": whole_bytes}}
+    trainable = max(1, parameters.trainable)
+    return {
+        moment: {"gradients": whole_bytes * parameters.gradients_so_far(moment) // trainable}
+        for moment, phase in PHASES.items()
+        if phase == "backward"
+    }

@@ -1,0 +1,209 @@
+"""Named tensor bytes of one rank at each moment of a training step: model states, buffers and activations together."""
+
+from __future__ import annotations
+
+from ..specs.job import TrainingJob
+from ..specs.model import ModelSpec, adapted_experts
+from ..specs.strategy import Strategy
+from .activation_source import ActivationSource as ActivationSource
+from .activation_source import activations_are_stored as activations_are_stored
+from .activation_source import cached_activations as cached_activations
+from .activation_source import outside_without_norm
+from .activations import ActivationEstimate, Attention, Mode
+from .buffers import buffer_terms
+from .distillation_memory import distillation_loss_terms, teacher_terms
+from .model_states import model_state_terms
+from .moments import Moment, Terms, at_moments
+from .rank_parameters import RankParameters, share_parameters
+from .shares import RankShare
+from .stage_terms import stage_terms
+
+
+def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
+    """Return how the engine computes: on 16-bit weights (DeepSpeed, FSDP2) or under autocast (one process, DDP)."""
+    if job.precision == "fp32":
+        return "fp32"
+    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
+
+
+def share_moment_terms(
+    strategy: Strategy,
+    share: RankShare,
+    job: TrainingJob,
+    activations: ActivationSource | None = None,
+    *,
+    unmasked: Attention = "auto",
+) -> dict[Moment, Terms]:
+    """Return the named tensor bytes of a rank's share at each moment of a training step.
+
+    A trace that `activations` gives is one of the whole model: under tensor parallelism it counts too much.
+
+    Raises:
+        UnknownFamilyError: no cached coefficients and no `activations` given.
+    """
+    source = activations or cached_activations(share.model, job, unmasked=unmasked)
+    parameters = share_parameters(share.model, job, ep=strategy.ep)
+    return _moment_terms(strategy, share, job, parameters, source)
+
+
+def _moment_terms(
+    strategy: Strategy, share: RankShare, job: TrainingJob, parameters: RankParameters, source: ActivationSource
+) -> dict[Moment, Terms]:
+    model = share.model
+    constant: Terms = {"model_buffers": model.buffer_bytes}
+    traced = source(strategy.micro_batch_size, activation_mode(strategy, job))
+    if not share.has_head:
+        traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, activation_mode(strategy, job))
+    parts = (
+        model_state_terms(strategy, model, job, parameters),
+        buffer_terms(strategy, model, job, parameters),
+        _activation_terms(strategy, share, job, traced),
+        _weight_copies(strategy, model, job, parameters, traced.autocast_weight_copy_bytes_per_parameter),
+        teacher_terms(strategy, job),
+    )
+    combined: dict[Moment, Terms] = {}
+    for moment in parts[0]:
+        terms = dict(constant)
+        for part in parts:
+            for name, count in part[moment].items():
+                terms[name] = terms.get(name, 0) + count
+        combined[moment] = {name: count for name, count in terms.items() if count}
+    return combined
+
+
+def _activation_terms(
+    strategy: Strategy, share: RankShare, job: TrainingJob, traced: ActivationEstimate
+) -> dict[Moment, Terms]:
+    moments = _micro_batch_terms(strategy, share.model, job, traced)
+    if share.stage is None:
+        return moments
+    per_layer, _ = _layer_bytes(strategy, share.model, job, traced)
+    return stage_terms(moments, share, strategy, job, traced, per_layer)
+
+
+def _micro_batch_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> dict[Moment, Terms]:
+    """Activations and the loss.
+
+    All layers' activations live until the last layer's backward; the first layer's finds only its own.
+    """
+    layers, ranks = model.dimensions.num_layers, strategy.sp * strategy.cp
+    per_layer, transient = _layer_bytes(strategy, model, job, traced)
+    gathered = _gathered_keys_and_values_bytes(strategy, model, job)
+    transient_terms = {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+
+    def kept(count: int) -> Terms:
+        return {"activations": (count * per_layer + traced.outside_layer_bytes) // ranks}
+
+    forward = kept(layers)
+    if strategy.gradient_checkpointing or gathered:
+        own = traced.forward_transient_bytes // ranks if strategy.gradient_checkpointing else 0
+        forward |= {"forward_transient": own + gathered}
+    loss = _loss_terms(strategy, model, job, traced)
+    around = kept(layers) | _dequantized(model, job)
+    return at_moments(
+        {},
+        last_layer_forward=forward,
+        forward_end=around | loss["forward_end"],
+        loss_backward=around | loss["loss_backward"],
+        head_backward=kept(layers) | loss["head_backward"],
+        after_head=kept(layers),
+        last_layer_backward=kept(layers) | transient_terms,
+        after_last_layer=kept(layers - 1),
+        first_layer_backward=kept(1) | transient_terms,
+        after_first_layer=kept(0),
+    )
+
+
+def _gathered_keys_and_values_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> int:
+    """Return what context parallelism gathers of a layer: `2 * key_value_size` elements for each token of the sequence.
+
+    The rotation that plans write (`cp_comm_strategy: allgather`, torch's default too) collects the keys and values of
+    all ranks at once, forward and backward (torch 2.13.0, `_context_parallel/_attention.py`, `_AllGatherRotater`).
+    """
+    if strategy.cp == 1:
+        return 0
+    tokens = strategy.micro_batch_size * job.seq_len_tokens
+    return 2 * model.dimensions.key_value_size * tokens * job.compute_bytes
+
+
+def _layer_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate) -> tuple[int, int]:
+    """Return what a layer keeps until its backward, and what that needs beyond what is kept."""
+    tokens = strategy.micro_batch_size * job.seq_len_tokens
+    more = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
+    if strategy.sp > 1:
+        # What attention returns is saved for whole sequences and, after the exchange of heads, for all heads.
+        more += job.compute_bytes * tokens * model.dimensions.query_size
+    if strategy.gradient_checkpointing:
+        return traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more
+    return traced.saved_bytes_per_layer + more, traced.backward_transient_bytes
+
+
+def _weight_copies(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, copy_bytes: int
+) -> dict[Moment, Terms]:
+    """Copies of weights that the forward pass makes and the backward pass needs.
+
+    Autocast copies fp32 matrices: with adapters only those, since frozen weights are 16-bit already. PEFT computes an
+    adapted expert's weight as base + update and keeps the sum. With checkpointing such sums die with their layer's
+    forward pass, autocast's copies with the whole one, and the backward pass makes both again layer by layer.
+    """
+    matrices = parameters.trainable
+    if job.method == "full":
+        matrices = model.linear_parameters(include_head=True)
+        matrices += model.embedding_parameters if model.tied_embeddings else 0
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
+    experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
+    layers = max(1, model.dimensions.num_layers)
+    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
+    one_layer = {name: count // layers for name, count in all_layers.items()}
+    making = {"adapted_expert_update": _update_bytes(experts)}
+    if not strategy.gradient_checkpointing:
+        return at_moments(
+            {},
+            last_layer_forward={**all_layers, **making},
+            **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), all_layers),
+            **dict.fromkeys(("last_layer_backward", "after_last_layer"), all_layers),
+            **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
+        )
+    autocast = {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
+    again = one_layer | making
+    return at_moments(
+        {},
+        last_layer_forward={**again, **autocast},
+        **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), autocast),
+        **dict.fromkeys(("last_layer_backward", "first_layer_backward"), again),
+    )
+
+
+def _update_bytes(experts: list[int]) -> int:
+    """Bytes of the update from which PEFT makes a layer's sums one after the other, beyond all sums together."""
+    fullest = max((sum(experts[: index + 1]) + count for index, count in enumerate(experts)), default=0)
+    return fullest - sum(experts)
+
+
+def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:
+    if job.method != "qlora":
+        return {}
+    widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
+    return {"dequantized_weight": job.compute_bytes * widest}
+
+
+def _loss_terms(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> dict[Moment, Terms]:
+    """Head and loss; a chunked one computes the head's gradient in the forward pass, and so does that of a teacher."""
+    if job.teacher is not None:
+        return distillation_loss_terms(strategy, model, job)
+    ranks, more = strategy.sp * strategy.cp, Terms()
+    if job.loss == "chunked" and job.method == "full":
+        more["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
+    tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
+    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss == "eager" else 0
+    return at_moments(
+        {},
+        forward_end=more | {"loss": traced.loss_forward_peak_bytes // ranks},
+        loss_backward=more | {"loss": traced.loss_backward_peak_bytes // ranks},
+        head_backward={"loss": logit_gradient},
+    )

@@ -1,0 +1,91 @@
+"""The Accelerate YAML of a strategy, as `accelerate launch --config_file` reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .plan_data import PlanData
+
+
+def accelerate_config(plan: PlanData, *, directory: str = ".") -> dict[str, Any]:
+    """Return the Accelerate configuration of a plan.
+
+    `num_processes` counts the processes of all machines. With a DeepSpeed file neither `mixed_precision` nor any
+    value of that file may stand beside it (accelerate/utils/dataclasses.py:1507).
+    """
+    strategy, hardware = plan.chosen.strategy, plan.hardware
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _distributed_type(plan),
+        "num_machines": hardware.nodes,
+        "num_processes": hardware.world_size,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "debug": False,
+    }
+    if hardware.nodes > 1:
+        config["main_process_ip"] = "main-process-host"
+        config["main_process_port"] = 29500
+    if strategy.engine == "deepspeed":
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": f"{directory}/ds_config.json",
+            "zero3_init_flag": strategy.zero_stage == 3,
+        }
+        if hardware.nodes > 1:
+            config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
+        if strategy.sp > 1:
+            config["parallelism_config"] = _sequence_section(plan)
+        return config
+    config["mixed_precision"] = "no" if plan.job.precision == "fp32" else plan.job.precision
+    if strategy.engine == "fsdp2":
+        config["fsdp_config"] = _fsdp_section(plan)
+        if strategy.dp_replicate > 1 or strategy.cp > 1:
+            config["parallelism_config"] = {
+                "parallelism_config_dp_replicate_size": strategy.dp_replicate,
+                "parallelism_config_dp_shard_size": strategy.dp_shard,
+            }
+        if strategy.cp > 1:
+            config["parallelism_config"] |= {
+                "parallelism_config_cp_size": strategy.cp,
+                "parallelism_config_cp_comm_strategy": "allgather",
+            }
+    return config
+
+
+def _sequence_section(plan: PlanData) -> dict[str, Any]:
+    """Sequence parallelism over DeepSpeed.
+
+    `dp_shard_size` counts the groups that share a sequence, from which Accelerate computes the batch; the attention
+    stands for the one that the model is loaded with, which the callback puts in its place.
+    """
+    strategy = plan.chosen.strategy
+    return {
+        "parallelism_config_dp_shard_size": plan.hardware.world_size // strategy.sp,
+        "parallelism_config_sp_size": strategy.sp,
+        "parallelism_config_sp_backend": "deepspeed",
+        "parallelism_config_sp_seq_length_is_variable": True,
+        "parallelism_config_sp_attn_implementation": plan.model.attention or "sdpa",
+    }
+
+
+def _distributed_type(plan: PlanData) -> str:
+    engine = plan.chosen.strategy.engine
+    if engine == "ddp" and plan.hardware.gpu == "CPU":
+        return "MULTI_CPU"
+    if engine == "ddp" and plan.hardware.gpu.startswith("Gaudi"):
+        return "MULTI_HPU"
+    return {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}[engine]
+
+
+def _fsdp_section(plan: PlanData) -> dict[str, Any]:
+    """FSDP2 keys; checkpointing stays with the Trainer, which refuses both switches at once (trainer.py:847)."""
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(plan.model.layer_classes),
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": plan.chosen.strategy.offload_param == "cpu",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_activation_checkpointing": False,
+    }

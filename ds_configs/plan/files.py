@@ -1,0 +1,96 @@
+"""Turns a plan into the files that DeepSpeed, Accelerate, the Trainer and schedulers read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from ..legality.pipeline import pipeline_remarks
+from ..specs.units import gigabytes
+from .accelerate import accelerate_config
+from .deepspeed import deepspeed_config
+from .launch import hostfile, launch_script, run_line, slurm_script
+from .plan_data import PlanData, headline
+from .plan_json import plan_to_dict
+from .training_arguments import training_arguments
+
+_CARRIERS = {
+    "tp": "AutoTP of DeepSpeed; the launch line attaches TensorParallelCallback, which other scripts need too.",
+    "pp": "the launch line trains with PipelineTrainer, whose stages follow from the plan.",
+    "sp": "Ulysses of DeepSpeed; the launch line attaches SequenceParallelCallback, which other scripts need too.",
+    "cp": "torch context parallelism under FSDP2, which Accelerate and the Trainer read from accelerate.yaml.",
+    "ep": "AutoEP of DeepSpeed; the launch line attaches ExpertParallelCallback, which other scripts need too.",
+}
+"""Who carries each axis."""
+
+
+def render_files(plan: PlanData, *, directory: str = ".") -> dict[str, str]:
+    """Return the text of every file of a plan, by name; the same input gives the same bytes.
+
+    `directory` is where the files will lie: Accelerate resolves the path of the DeepSpeed file against the working
+    directory of the launch, so an absolute one lets the launch line run from anywhere.
+    """
+    header = "".join(f"# {_one_line(line)}\n" for line in header_lines(plan, directory))
+    texts = {
+        "accelerate.yaml": header + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
+        "launch.sh": launch_script(plan, header),
+        "plan.json": _json(plan_to_dict(plan)),
+        "training_arguments.json": _json(training_arguments(plan)),
+    }
+    if plan.chosen.strategy.engine == "deepspeed":
+        described = {"_shardwright": header_lines(plan, directory), **deepspeed_config(plan)}
+        texts["ds_config.json"] = _json(described)
+    if plan.hardware.nodes > 1:
+        texts["hostfile"] = header + hostfile(plan)
+        texts["launch.sbatch"] = slurm_script(plan, header, directory=directory)
+    assert set(texts) == set(plan.file_names), "every named file is rendered"
+    return texts
+
+
+def header_lines(plan: PlanData, directory: str) -> list[str]:
+    """Return what each file says of itself: purpose, command, assumptions."""
+    hardware, gpu = plan.hardware, plan.chosen.memory.gpu
+    lines = [
+        headline(plan),
+        plan.chosen.reason,
+        f"Run: {run_line(plan, directory=directory)}",
+        f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}, sequences of "
+        f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
+        f"accelerator.",
+    ]
+    axes = plan.chosen.strategy.axes
+    carriers = _CARRIERS | ({"tp": "the stages of the pipeline divide their layers by it."} if "pp" in axes else {})
+    lines += [f"{axis.upper()} {size}: {carriers[axis]}" for axis, size in axes.items()]
+    if "pp" in axes:
+        micro_batches = plan.chosen.strategy.gradient_accumulation_steps
+        lines += pipeline_remarks(stages=axes["pp"], micro_batches=micro_batches)
+    if plan.job.loss == "chunked":
+        lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
+    if plan.job.teacher is not None:
+        lines += _teacher_lines(plan)
+    if hardware.assumed:
+        values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
+        lines.append(f"Assumes a common server where you stated nothing: {values}.")
+    return lines
+
+
+def _teacher_lines(plan: PlanData) -> list[str]:
+    assert plan.job.teacher is not None, "a plan without a teacher says nothing of one"
+    lines = [
+        f"Memory holds the teacher {plan.job.teacher.name}; the launch line trains the student alone, "
+        "`shardwright distill` trains it with its teacher."
+    ]
+    if plan.chosen.teacher is not None:
+        lines.append(f"Teacher: {plan.chosen.teacher.reason}")
+    return lines
+
+
+def _one_line(text: str) -> str:
+    """Keep a path with a line break inside its comment."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,106 @@
+"""Launch lines and scripts: one node, several nodes by hand, and SLURM."""
+
+from __future__ import annotations
+
+import shlex
+
+from .plan_data import PlanData
+
+TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
+
+_SCRIPT_DIRECTORY = "\0"
+"""Stands for the script's own directory while its words are quoted; no path holds a null byte."""
+
+
+def launch_arguments(plan: PlanData, *, directory: str = ".") -> list[str]:
+    """Return the exact command that starts training on one node, run from anywhere.
+
+    Accelerate starts a single process for MULTI_CPU, so plain data parallelism over CPU ranks uses torchrun.
+    """
+    training = [*_training_module_arguments(plan, directory)]
+    if plan.hardware.gpu == "CPU" and plan.chosen.strategy.engine == "ddp":
+        return ["torchrun", "--standalone", f"--nproc_per_node={plan.hardware.world_size}", "-m", *training]
+    return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
+
+
+def run_line(plan: PlanData, *, directory: str = ".") -> str:
+    """Return what to type, quoted for a shell: the launch itself, or on several nodes the script for each."""
+    if plan.hardware.nodes == 1:
+        return shlex.join(launch_arguments(plan, directory=directory))
+    script = shlex.quote(f"{directory}/launch.sh")
+    batch = shlex.quote(f"{directory}/launch.sbatch")
+    return f"{script} MACHINE_RANK MAIN_PROCESS_IP on each node, or sbatch {batch}"
+
+
+def _training_module_arguments(plan: PlanData, directory: str) -> list[str]:
+    arguments = [
+        TRAINING_MODULE,
+        "--model",
+        plan.model.name,
+        "--training-arguments",
+        f"{directory}/training_arguments.json",
+        "--seq-len",
+        str(plan.job.seq_len_tokens),
+        "--output-dir",
+        f"{directory}/model",
+        "--plan",
+        directory,
+    ]
+    if plan.model.revision is not None:
+        arguments += ["--revision", plan.model.revision]
+    if plan.job.method != "full":
+        arguments += ["--method", plan.job.method, "--lora-rank", str(plan.job.lora_rank)]
+        arguments += ["--lora-targets", ",".join(plan.job.lora_targets)]
+    return arguments
+
+
+def launch_script(plan: PlanData, header: str) -> str:
+    """Return `launch.sh`: the launch line, with the user's arguments appended."""
+    words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY)
+    line = " ".join(_quoted(word) for word in words)
+    preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\n'
+    if plan.hardware.nodes > 1:
+        line = line.replace("accelerate launch", 'accelerate launch --machine_rank "$1" --main_process_ip "$2"', 1)
+        preamble = (
+            'if [ $# -lt 2 ]; then echo "usage: $0 MACHINE_RANK MAIN_PROCESS_IP [TRAINING ARGUMENTS]" >&2; exit 2; fi\n'
+            + preamble
+        )
+        line += ' "${@:3}"'
+    else:
+        line += ' "$@"'
+    return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
+
+
+def _quoted(word: str) -> str:
+    if not word.startswith(_SCRIPT_DIRECTORY):
+        return shlex.quote(word)
+    below = word.removeprefix(_SCRIPT_DIRECTORY)
+    return '"$directory"' + (shlex.quote(below) if below else "")
+
+
+def slurm_script(plan: PlanData, header: str, *, directory: str = ".") -> str:
+    """Return `launch.sbatch`: one `accelerate launch` per node, its rank taken from SLURM.
+
+    SLURM runs a copy of the script, so the plan's directory is written down; `.` means where `sbatch` is called.
+    """
+    hardware = plan.hardware
+    launcher = '"$SLURM_SUBMIT_DIR/launch.sh"' if directory == "." else shlex.quote(f"{directory}/launch.sh")
+    return (
+        "#!/usr/bin/env bash\n"
+        "#SBATCH --job-name=shardwright\n"
+        f"#SBATCH --nodes={hardware.nodes}\n"
+        "#SBATCH --ntasks-per-node=1\n"
+        f"#SBATCH --gpus-per-node={hardware.gpus_per_node}\n"
+        "#SBATCH --exclusive\n"
+        f"{header}set -euo pipefail\n"
+        'main_process_ip="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
+        "export main_process_ip\n"
+        'srun bash -c \'exec bash "$0" "$SLURM_NODEID" "$main_process_ip" "$@"\' '
+        f'{launcher} "$@"\n'
+    )
+
+
+def hostfile(plan: PlanData) -> str:
+    """Return the hostfile of DeepSpeed's own multi-node launchers, with placeholder names."""
+    lines = [f"node-{index} slots={plan.hardware.gpus_per_node}" for index in range(plan.hardware.nodes)]
+    return "\n".join(lines) + "\n"

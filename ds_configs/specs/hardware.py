@@ -1,0 +1,280 @@
+"""`HardwareSpec`: nodes, accelerators, links and host memory, from a name such as `4x8xH100-80GB` or a mapping."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from .errors import Fault, UsageError
+from .units import parse_bytes
+
+_GIB = 2**30
+_LARGEST_COUNT = 100_000
+_NAME = re.compile(r"(?:(?:(?P<nodes>\d{1,30})x)?(?P<gpus>\d{1,30})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 ._-]*)", re.ASCII)
+_EXPONENT = re.compile(r"\d{1,30}(?:\.\d{1,30})?[eE][+-]?\d{1,3}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareSpec:
+    """One homogeneous cluster."""
+
+    name: str
+    """What the user wrote, such as `8xA100-80GB`."""
+    nodes: int
+    """Machines."""
+    gpus_per_node: int
+    """Accelerators in each machine."""
+    gpu: str
+    """Catalog name of the accelerator."""
+    gpu_bytes: int
+    """Memory of one accelerator that a process can allocate, as the driver reports it."""
+    flops_per_s: float
+    """Dense bf16 (else fp16) matrix FLOP/s of one accelerator."""
+    memory_bytes_per_s: float
+    """Bandwidth of the accelerator's memory."""
+    link_bytes_per_s: float
+    """One direction, one accelerator to its peers within the node."""
+    network_bytes_per_s: float
+    """One direction and accelerator, between nodes."""
+    host_bytes_per_node: int
+    """Host memory of one node."""
+    nvme_bytes_per_node: int = 0
+    """Local NVMe of one node; 0 when there is none to offload to."""
+    nvme_path: str | None = None
+    """Directory on that NVMe, the same on every node."""
+    supports_bf16: bool = True
+    """Whether the accelerator computes bf16 in hardware."""
+    source: str = ""
+    """Where the numbers come from."""
+    assumed: tuple[str, ...] = ()
+    """Fields that the user did not state and a common server's value stands in for."""
+
+    @property
+    def world_size(self) -> int:
+        """All accelerators."""
+        return self.nodes * self.gpus_per_node
+
+
+@lru_cache(maxsize=1)
+def gpu_catalog() -> Mapping[str, Mapping[str, Any]]:
+    """Return the catalog of accelerators, by name."""
+    text = files(__package__.rpartition(".")[0]).joinpath("data/gpus.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def find_gpu(name: str, *, where: str = "hardware") -> str:
+    """Return the catalog name that `name` means, whatever its case and punctuation.
+
+    Raises:
+        UsageError: nothing or more than one entry of the catalog is meant; the nearest names are given.
+    """
+    wanted = _normalise(name)
+    catalog = {_normalise(entry): entry for entry in gpu_catalog()}
+    if wanted in catalog:
+        return catalog[wanted]
+    family = [entry for key, entry in catalog.items() if wanted and re.fullmatch(re.escape(wanted) + r"\d+", key)]
+    if len(family) == 1:
+        return family[0]
+    if family:
+        rule, fix = "is ambiguous", f"write one of {', '.join(family)}"
+    else:
+        near = get_close_matches(wanted, list(catalog), n=3, cutoff=0.4)
+        rule = "is not in the catalog"
+        fix = f"nearest: {', '.join(catalog[key] for key in near)}" if near else f"known: {', '.join(gpu_catalog())}"
+        fix += "; or describe it in a YAML file"
+    raise UsageError(Fault(where=where, value=name, rule=rule, fix=fix))
+
+
+def _normalise(name: str) -> str:
+    wanted = re.sub(r"[^A-Z0-9]", "", name.upper())
+    wanted = re.sub(r"^(NVIDIA|GEFORCE|AMD|INSTINCT|INTEL|HABANA|TESLA)+", "", wanted)
+    wanted = re.sub(r"SXM\d?|HBM\d?E?", "", wanted)
+    return re.sub(r"(?<=\d)GI?B?$", "", wanted)
+
+
+def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
+    """Return the cluster that a name describes: `[[NODESx]GPUSx]GPU`.
+
+    `host_memory` is the memory of one node (`1TB`), `nvme` its NVMe as `PATH:SIZE` (`/local_nvme:3.5TB`).
+
+    Raises:
+        UsageError: the name, a count or a size cannot be used; all faults together.
+
+    >>> parse_hardware("4x8xH100-80GB").world_size
+    32
+    """
+    match = _NAME.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            Fault(
+                where="hardware",
+                value=text,
+                rule="must read [[NODESx]GPUSx]GPU",
+                fix="for example 8xA100-80GB",
+            )
+        )
+    nodes, gpus = int(match["nodes"] or 1), int(match["gpus"] or 1)
+    faults = _count_faults(nodes=nodes, gpus_per_node=gpus)
+    try:
+        gpu = find_gpu(match["gpu"])
+    except UsageError as error:
+        faults += error.faults
+    overrides: dict[str, Any] = {}
+    try:
+        overrides = parse_overrides(host_memory=host_memory, nvme=nvme)
+    except UsageError as error:
+        faults += error.faults
+    if faults:
+        raise UsageError(faults)
+    return _from_catalog(text.strip(), nodes, gpus, gpu, overrides)
+
+
+def parse_overrides(*, host_memory: str | None = None, nvme: str | None = None) -> dict[str, Any]:
+    """Return the hardware fields that `host_memory` (`1TB`) and `nvme` (`/local_nvme:3.5TB`) state.
+
+    Raises:
+        UsageError: one of them cannot be used; both faults together.
+    """
+    values: dict[str, Any] = {}
+    faults: list[Fault] = []
+    if host_memory is not None:
+        values["host_bytes_per_node"] = _positive_bytes(host_memory, "host_memory", faults)
+    if nvme is not None:
+        path, _, size = nvme.rpartition(":")
+        if path.startswith("/"):
+            values |= {"nvme_path": path, "nvme_bytes_per_node": _positive_bytes(size, "nvme", faults)}
+        else:
+            fix = "such as /local_nvme:3.5TB"
+            faults.append(Fault(where="nvme", value=nvme, rule="must read PATH:SIZE with an absolute path", fix=fix))
+    if faults:
+        raise UsageError(faults)
+    return values
+
+
+def _positive_bytes(text: str, where: str, faults: list[Fault]) -> int:
+    try:
+        count = parse_bytes(text, where=where)
+    except UsageError as error:
+        faults += error.faults
+        return 0
+    if count < 1:
+        faults.append(Fault(where=where, value=text, rule="must be at least one byte"))
+    return count
+
+
+def _count_faults(**counts: object) -> list[Fault]:
+    return [
+        Fault(where=f"hardware {field}", value=value, rule=f"must be an integer from 1 to {_LARGEST_COUNT:,}")
+        for field, value in counts.items()
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_COUNT
+    ]
+
+
+def _from_catalog(name: str, nodes: int, gpus: int, gpu: str, overrides: Mapping[str, Any]) -> HardwareSpec:
+    entry = gpu_catalog()[gpu]
+    values: dict[str, Any] = {
+        "gpu_bytes": int(entry["usable_gib"] * _GIB),
+        "flops_per_s": entry["bf16_flops"],
+        "memory_bytes_per_s": entry["memory_bytes_per_s"],
+        "link_bytes_per_s": entry["link_bytes_per_s"],
+        "network_bytes_per_s": entry["network_bytes_per_s"],
+        "host_bytes_per_node": entry["host_gib_per_gpu"] * gpus * _GIB,
+        "supports_bf16": entry.get("bf16", True),
+        "source": entry["source"],
+    }
+    assumable = ["host_bytes_per_node"] + (["network_bytes_per_s"] if nodes > 1 else [])
+    assumed = tuple(field for field in assumable if field not in overrides)
+    return HardwareSpec(
+        name=name, nodes=nodes, gpus_per_node=gpus, gpu=gpu, assumed=assumed, **(values | dict(overrides))
+    )
+
+
+def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
+    """Return the cluster that a mapping (a parsed YAML file) describes.
+
+    `gpu` names a catalog entry whose numbers the other keys override, or any accelerator when all of
+    `gpu_bytes`, `flops_per_s`, `memory_bytes_per_s`, `link_bytes_per_s`, `network_bytes_per_s` and
+    `host_bytes_per_node` are given. Sizes may be numbers or strings with a unit.
+
+    Raises:
+        UsageError: not a mapping, unknown keys, missing keys or values of a wrong kind; all faults together.
+    """
+    if not isinstance(data, dict):
+        raise UsageError(Fault(where=name, value=type(data).__name__, rule="must be a mapping of hardware fields"))
+    known = {field.name for field in fields(HardwareSpec)} - {"assumed"}
+    faults = [_unknown_key(str(key), known, name) for key in data if key not in known]
+    values = {key: value for key, value in data.items() if key in known and value is not None}
+    nodes, gpus = values.pop("nodes", 1), values.pop("gpus_per_node", 1)
+    faults += _count_faults(nodes=nodes, gpus_per_node=gpus)
+    faults += _convert_values(values, name)
+    if ("nvme_path" in values) != bool(values.get("nvme_bytes_per_node")):
+        faults.append(Fault(where=f"{name}: nvme_path", rule="and nvme_bytes_per_node must be given together"))
+    label, gpu = values.pop("name", name), values.pop("gpu", None)
+    required = {field for field in known if field.endswith(("_bytes", "_per_s", "_per_node"))}
+    complete = required - {"nvme_bytes_per_node", "gpus_per_node"} <= values.keys()
+    if gpu is None and not complete:
+        faults.append(Fault(where=f"{name}: gpu", rule="is missing", fix="name one of the catalog, or state all sizes"))
+    elif isinstance(gpu, str) and not complete:
+        try:
+            gpu = find_gpu(gpu, where=f"{name}: gpu")
+        except UsageError as error:
+            faults += error.faults
+    if faults:
+        raise UsageError(faults)
+    if complete:
+        return HardwareSpec(name=label, nodes=nodes, gpus_per_node=gpus, gpu=gpu or "custom", **values)
+    return _from_catalog(label, nodes, gpus, str(gpu), values)
+
+
+def _unknown_key(key: str, known: set[str], name: str) -> Fault:
+    near = get_close_matches(key, sorted(known), n=1, cutoff=0.4)
+    fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+    return Fault(where=f"{name}: {key}", rule="is not a hardware field", fix=fix)
+
+
+def _convert_values(values: dict[str, Any], name: str) -> list[Fault]:
+    """Turn sizes into numbers in place and return the values of a wrong kind."""
+    faults: list[Fault] = []
+    for key, value in values.items():
+        where = f"{name}: {key}"
+        if "bytes" in key or "flops" in key:
+            if isinstance(value, str):
+                try:
+                    value = _number(value, where)
+                except UsageError as error:
+                    faults += error.faults
+                    continue
+            smallest = 0 if key == "nvme_bytes_per_node" else 1
+            if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value < 1e21:
+                faults.append(Fault(where=where, value=value, rule="must be a positive number below 1e21"))
+                continue
+            values[key] = float(value) if key.endswith("_per_s") else int(value)
+        elif key == "supports_bf16":
+            if not isinstance(value, bool):
+                faults.append(Fault(where=where, value=value, rule="must be true or false"))
+        elif not isinstance(value, str) or not value.isprintable():
+            faults.append(Fault(where=where, value=value, rule="must be text of one line"))
+    return faults
+
+
+def _number(text: str, where: str) -> float:
+    """Read a size with a unit, or what YAML 1.1 leaves as text: a number with an exponent and no point."""
+    if _EXPONENT.fullmatch(text.strip()):
+        return float(text)
+    return parse_bytes(text.strip().removesuffix("/s"), where=where)
+
+
+def with_gpus(hardware: HardwareSpec, *, nodes: int, gpus_per_node: int) -> HardwareSpec:
+    """Return the same machines in another number; host memory and NVMe stay per node."""
+    values = asdict(hardware)
+    prefix = f"{nodes}x{gpus_per_node}x" if nodes > 1 else f"{gpus_per_node}x"
+    values |= {"name": prefix + hardware.gpu, "nodes": nodes, "gpus_per_node": gpus_per_node}
+    if "host_bytes_per_node" in hardware.assumed:
+        values["host_bytes_per_node"] = hardware.host_bytes_per_node // hardware.gpus_per_node * gpus_per_node
+    return HardwareSpec(**values)

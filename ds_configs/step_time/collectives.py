@@ -1,0 +1,84 @@
+"""Seconds of the collectives of each parallel axis, from volumes and link bandwidths; pure functions on numbers.
+
+A ring collective over ranks of several nodes runs as fast as the slower of an accelerator's link and the network
+adapters of the members that one node holds: ranks lie as `pp, dp, sp or cp, tp` from outside to inside
+(deepspeed/runtime/pipe/topology.py:244, accelerate/parallelism_config.py `_get_mesh`), so neighbours in `tp` and `sp`
+share a node, and the members of a data-parallel group share it with those of the groups beside theirs.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+from ..specs.hardware import HardwareSpec
+
+
+def group_bytes_per_s(hardware: HardwareSpec, *, ranks: int, stride: int = 1) -> float:
+    """Return the bandwidth of a group of `ranks` that lie `stride` apart.
+
+    All groups work at once, so of a node's adapters each gets those of its members there; where groups straddle the
+    borders of nodes, the slowest has as few members on one side as the sizes' common divisor.
+    """
+    span, node = ranks * stride, hardware.gpus_per_node
+    if span <= node and (hardware.nodes == 1 or node % span == 0):
+        return hardware.link_bytes_per_s
+    members_of_a_node = max(1, gcd(span, node) // stride)
+    return min(hardware.link_bytes_per_s, hardware.network_bytes_per_s * members_of_a_node)
+
+
+def others(ranks: int) -> float:
+    """Return the share of a tensor that comes from other ranks, `(n - 1) / n`: one all-gather or reduce-scatter."""
+    return (ranks - 1) / ranks
+
+
+def tensor_parallel_bytes(
+    *, tp: int, tokens: int, hidden_size: int, layers: float, element_bytes: int, vocab_size: int = 0
+) -> float:
+    """Return what a rank moves for one micro-batch: 4 all-reduces of `tokens * hidden_size` in each layer.
+
+    Two in the forward pass (after attention and MLP) and two in the backward pass (Megatron-LM, arXiv 1909.08053,
+    section 3); recomputation adds the forward ones again. An all-reduce moves `2 (n - 1) / n` of its tensor. A head
+    that the ranks divide gathers `tokens * vocab_size` logits and all-reduces the gradient of its input; it takes its
+    part of the logits' gradient without a message (`GatherFromTensorParallelRegion` in
+    deepspeed/module_inject/layers.py). `vocab_size` is 0 where every rank holds the whole head.
+    """
+    of_layers = 4 * 2 * hidden_size * layers
+    of_head = vocab_size + 2 * hidden_size if vocab_size else 0
+    return others(tp) * tokens * (of_layers + of_head) * element_bytes
+
+
+def sequence_parallel_bytes(
+    *, sp: int, tokens: int, query_size: int, key_value_size: int, key_value_heads: int, layers: int, element_bytes: int
+) -> float:
+    """Return what a rank moves for one micro-batch: all-to-alls of q, k, v and the output, forth and back.
+
+    Each moves `(n - 1) / n` of a rank's `tokens / n` (DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Fewer
+    key/value heads than ranks are repeated up to one for each (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
+    """
+    repeated = max(1, sp // key_value_heads)
+    width = 2 * query_size + 2 * key_value_size * repeated
+    return 2 * others(sp) * (tokens / sp) * width * layers * element_bytes
+
+
+def context_parallel_bytes(*, cp: int, tokens: int, key_value_size: int, layers: int, element_bytes: int) -> float:
+    """Return what a rank moves for one micro-batch: keys and values of all others, and their gradients back.
+
+    Gathered in the forward pass, passed round again in the backward pass and reduced: 3 times `(n - 1)` shards
+    (Ring Attention, arXiv 2310.01889; torch `experimental/_context_parallel`).
+    """
+    return 3 * (cp - 1) * (tokens / cp) * 2 * key_value_size * layers * element_bytes
+
+
+def expert_parallel_bytes(
+    *, ep: int, tokens: int, experts_per_token: int, hidden_size: int, layers: int, element_bytes: int
+) -> float:
+    """Return what a rank moves for one micro-batch: 4 all-to-alls of its routed tokens in each layer.
+
+    Dispatch and combine, forward and backward (GShard, arXiv 2006.16668), with evenly loaded experts.
+    """
+    return 4 * others(ep) * tokens * experts_per_token * hidden_size * layers * element_bytes
+
+
+def pipeline_bytes(*, tokens: int, hidden_size: int, element_bytes: int) -> float:
+    """Return what a stage passes on for one micro-batch: hidden states forward, their gradients back."""
+    return 2 * tokens * hidden_size * element_bytes
