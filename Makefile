@@ -55,13 +55,13 @@ readme: install
 	$(BIN)/python tests/readme_parts.py
 
 gallery: install
-	$(BIN)/python -m shardwright.cli.gallery tests/data/models ds_configs/gallery
+	$(BIN)/python tools/gallery.py tests/data/models ds_configs/gallery
 
 activations: install
-	$(BIN)/python -m shardwright.plugins.activation_trace --write
+	$(BIN)/python tools/activation_trace.py --write
 
 keys: install
-	$(BIN)/python -m shardwright.plugins.config_keys --write
+	$(BIN)/python tools/config_keys.py --write
 
 bench: install
 	$(BIN)/python benchmarks/planning_time.py

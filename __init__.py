@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .ds_configs.plan.plan import Plan
     from .ds_configs.specs.job import TrainingJob
-    from .plugins.planning import plan
+    from .plugins.planning.from_names import plan
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal import rehearse

@@ -27,7 +27,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.ds_configs.specs.units import gigabytes
-from shardwright.plugins.launching import LaunchFailedError, free_port, run
+from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "models"
 WORKER = Path(__file__).with_name("gpu_memory_worker.py")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shardwright.plugins.byte_meter import ByteMeter
-from shardwright.plugins.output_heads import OutputHead
+from shardwright.plugins.metering.byte_meter import ByteMeter
+from shardwright.plugins.transformers.output_heads import OutputHead
 from shardwright.trainers.distillation.fused_loss import fused_token_loss
 from shardwright.trainers.distillation.fused_memory import fused_peak_bytes
 from shardwright.trainers.distillation.objective import HiddenTargets, LogitTargets, TokenObjective

@@ -13,8 +13,8 @@ import torch
 from memory_cases import Case
 from metered_training import plan_of, train_metered
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.accelerate import forget_last_run
-from shardwright.plugins.byte_meter import ByteMeter, MeterReading
+from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
+from shardwright.plugins.metering.byte_meter import ByteMeter, MeterReading
 
 
 def main(cases_file: Path, output: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.launching import free_port, python_arguments, run
+from shardwright.plugins.launching.launch import free_port, python_arguments, run
 
 SECONDS_PER_CASE = 90
 

@@ -15,11 +15,11 @@ from shardwright.ds_configs.specs.hardware import HardwareSpec
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.plugins.accelerate import configure_cpu_ranks
-from shardwright.plugins.byte_meter import Meter, MeterReading
-from shardwright.plugins.peft import add_lora
-from shardwright.plugins.trainer_phases import WARM_UP_STEPS, meter_trainer
-from shardwright.plugins.transformers import training_arguments, weights_dtype
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.metering.byte_meter import Meter, MeterReading
+from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
+from shardwright.plugins.peft.lora import add_lora
+from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, default_data_collator, set_seed
 
 STEPS = WARM_UP_STEPS + 1

@@ -18,11 +18,11 @@ from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.plan_data import PlanData
 from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
-from shardwright.plugins.byte_meter import ByteMeter, MeterReading
-from shardwright.plugins.pipeline_phases import meter_pipeline_trainer
-from shardwright.plugins.trainer_phases import meter_trainer
-from shardwright.plugins.transformers import training_arguments, weights_dtype
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
+from shardwright.plugins.metering.byte_meter import ByteMeter, MeterReading
+from shardwright.plugins.metering.trainer_phases import meter_trainer
+from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
-from shardwright.plugins.launching import torchrun
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.launching.launch import torchrun
 from shardwright.trainers.pipeline.trainer import PipelineTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 

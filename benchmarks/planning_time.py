@@ -16,7 +16,7 @@ from statistics import median
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.models import load_model
+from shardwright.plugins.planning.models import load_model
 
 MODEL = Path(__file__).parents[1] / "tests" / "data" / "models" / "meta-llama--Llama-3.1-405B"
 HARDWARE = "128x8xH100-80GB"

@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.distillation.student_files import TeacherTensors
 from shardwright.trainers.distillation.student_importance import Scores
 from shardwright.trainers.distillation.student_maker import make_student, plan_student, student_scores

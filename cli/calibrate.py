@@ -15,7 +15,7 @@ from ..ds_configs.specs.errors import Fault, UsageError
 if TYPE_CHECKING:
     from ..ds_configs.memory.calibration import Calibration, MeasuredRun
     from ..ds_configs.plan.measurement import RunMeasurement
-    from ..plugins.calibration_store import CalibrationStore, StoredRun
+    from ..plugins.planning.calibration_store import CalibrationStore, StoredRun
 
 _SHOWN_DIGITS = 12
 
@@ -42,7 +42,7 @@ def calibrate_command(
     format
         human or json; json prints one object on stdout.
     """
-    from ..plugins.calibration_store import CalibrationStore
+    from ..plugins.planning.calibration_store import CalibrationStore
 
     if (run_dir is not None) + list_runs + (forget is not None) != 1:
         rule = "give one of RUN_DIR, --list and --forget"

@@ -48,7 +48,7 @@ def demo_command(
     force
         Replace the files of an earlier demo.
     """
-    from ..plugins.planning import plan
+    from ..plugins.planning.from_names import plan
     from .configs import load_entry
     from .show import show_plan
 
@@ -83,8 +83,8 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
     Raises:
         ShardwrightError: the launch fails or exceeds its time limit.
     """
-    from ..plugins.compiled_operators import needed_operators, prepare_operators
-    from ..plugins.launching import at_free_port, python_arguments, run
+    from ..plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
+    from ..plugins.launching.launch import at_free_port, python_arguments, run
 
     losses = output_dir / "losses.json"
     losses.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
-    from ..plugins.lm_eval import TaskRequest
+    from ..plugins.lm_eval.tasks import TaskRequest
     from ..trainers.evaluation.evaluate import OnProgress
     from ..trainers.evaluation.result import Evaluation
 
@@ -180,7 +180,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _task_request(
     tasks: str | None, limit: int | None, few_shot: int | None, include_path: Path | None
 ) -> TaskRequest | None:
-    from ..plugins.lm_eval import TaskRequest
+    from ..plugins.lm_eval.tasks import TaskRequest
 
     if tasks is None:
         return None

@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError
 
 from .. import __version__
 from ..ds_configs.specs.errors import FaultsError, ShardwrightError
-from ..plugins.bitsandbytes_checkpoint import quiet_optional_kernels
+from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),

@@ -41,7 +41,7 @@ def resolve_model(
     merged: dict[str, Any] = {}
     everywhere: set[str] = set()
     if file is not None:
-        from ..plugins.planning import read_yaml_mapping
+        from ..plugins.planning.from_names import read_yaml_mapping
 
         merged |= {key.replace("-", "_"): value for key, value in read_yaml_mapping(file, what="config").items()}
     for name in environment:

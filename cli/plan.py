@@ -191,8 +191,8 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Comp
 
 
 def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan:
-    from ..plugins.models import load_model
-    from ..plugins.planning import plan
+    from ..plugins.planning.from_names import plan
+    from ..plugins.planning.models import load_model
 
     cluster = _hardware(settings)
     teacher = load_model(settings.teacher).spec if settings.teacher else None
@@ -202,7 +202,7 @@ def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan
 
 
 def _hardware(settings: PlanSettings) -> HardwareSpec:
-    from ..plugins.planning import read_hardware
+    from ..plugins.planning.from_names import read_hardware
 
     text = settings.hardware
     if text is None:

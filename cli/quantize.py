@@ -20,7 +20,7 @@ from ..ds_configs.quantization.scheme import RangeMethod
 from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
-    from ..plugins.quantized_model import LayerProgress, ReportProgress
+    from ..plugins.transformers.quantized_model import LayerProgress, ReportProgress
     from ..trainers.evaluation.evaluate import OnProgress
     from ..trainers.quantization.inputs import Prepared
     from ..trainers.quantization.report import Outcome

@@ -94,7 +94,7 @@ def resolve_settings(
     origins = dict.fromkeys(PlanSettings.model_fields, "default")
     sources: list[tuple[str, Mapping[str, Any]]] = []
     if file is not None:
-        from ..plugins.planning import read_yaml_mapping
+        from ..plugins.planning.from_names import read_yaml_mapping
 
         sources.append(("file", read_yaml_mapping(file, what="config")))
     sources.append(("environment", _from_environment(os.environ if environment is None else environment)))

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.teacher_placement import PlacedTeacher
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.distillation import CachedTeacherDataset, DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache_format import RecordFormat
 from shardwright.trainers.distillation.cache_writer import cache_key, write_cache

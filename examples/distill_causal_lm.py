@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer, HiddenStateTerm
 from shardwright.trainers.text import pack, read_documents
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed

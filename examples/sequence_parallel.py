@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from shardwright.plugins.accelerate import configure_cpu_ranks
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import SequenceParallelCallback
 from shardwright.trainers.text import pack, read_documents
 from transformers import (

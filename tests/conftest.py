@@ -67,7 +67,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 def deepspeed_cpu_ops() -> None:
     """Compile cpu_adam and the shared-memory operator; the first run takes 1 to 3 minutes, later ones seconds."""
     from filelock import FileLock
-    from shardwright.plugins.compiled_operators import extensions_directory, prepare_operators, stale_locks
+    from shardwright.plugins.deepspeed.compiled_operators import extensions_directory, prepare_operators, stale_locks
 
     with FileLock(Path(os.environ["SHARDWRIGHT_DATA_DIR"]).parent / "operators.lock"):
         for lock in stale_locks(extensions_directory()):

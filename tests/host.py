@@ -15,7 +15,7 @@ import pytest
 
 
 def _has_libaio() -> bool:
-    from shardwright.plugins.deepspeed import has_libaio
+    from shardwright.plugins.deepspeed.engine import has_libaio
 
     return has_libaio()
 

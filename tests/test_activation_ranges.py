@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
-from shardwright.plugins.activation_histogram import ActivationHistogram
-from shardwright.plugins.activation_ranges import (
+from shardwright.plugins.activations.histogram import ActivationHistogram
+from shardwright.plugins.activations.ranges import (
     activation_range,
     kl_range,
     l2_range,
@@ -21,7 +21,7 @@ from shardwright.plugins.activation_ranges import (
     rounded_values,
 )
 from shardwright.plugins.llm_compressor.range_observers import observer_name, quantization_of, register_range_observers
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 
 def histogram_of(values, *, bins=8192) -> ActivationHistogram:

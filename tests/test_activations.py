@@ -23,10 +23,10 @@ from shardwright.ds_configs.memory.activations import (
     load_coefficients,
 )
 from shardwright.ds_configs.specs.dimensions import Dimensions
-from shardwright.plugins import activation_request
-from shardwright.plugins.activation_families import FAMILIES, Shape, build_inputs, build_subject, sample_shapes
-from shardwright.plugins.activation_request import ActivationTraceError, trace_model
-from shardwright.plugins.activation_run import run_training_step
+from shardwright.plugins.activations import request as activation_request
+from shardwright.plugins.activations.families import FAMILIES, Shape, build_inputs, build_subject, sample_shapes
+from shardwright.plugins.activations.request import ActivationTraceError, trace_model
+from shardwright.plugins.activations.run import run_training_step
 
 LLAMA_8B = Dimensions(
     num_layers=32,
@@ -174,7 +174,7 @@ def test_the_planning_module_imports_no_torch() -> None:
 @pytest.mark.trace
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mixtral"])
 def test_stored_coefficients_are_those_of_the_installed_libraries(family: str) -> None:
-    from shardwright.plugins.activation_fit import derive_table
+    from shardwright.plugins.activations.fit import derive_table
 
     derived = derive_table(family, mode="bf16", adapter="none", attention="fused")
     assert derived == load_coefficients()["tables"][family]["bf16"]["none"]["fused"]
@@ -263,7 +263,7 @@ def test_tracing_a_config_equals_the_stored_coefficients() -> None:
     [("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"), ("clip", "CLIPModel")],
 )
 def test_encoders_and_pairs_are_traced(model_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.plugins.activation_worker import answer
+    from shardwright.plugins.activations.worker import answer
     from transformers import masking_utils
 
     for owner, name in (

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.auto_round import equal_rows, quantize_with_auto_round
-from shardwright.plugins.compressed_layout import layout_faults
-from shardwright.plugins.compressed_tensors import dequantize, unpack_tensors
+from shardwright.plugins.auto_round.engine import equal_rows, quantize_with_auto_round
+from shardwright.plugins.compressed_tensors.codes import dequantize, unpack_tensors
+from shardwright.plugins.compressed_tensors.layout import layout_faults
 from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.bitsandbytes_checkpoint import quantize_with_bitsandbytes
+from shardwright.plugins.bitsandbytes.checkpoint import quantize_with_bitsandbytes
 from shardwright.plugins.llm_compressor.loading import open_source
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def test_options_are_refused(source):
 
 IMPORTED = """
 import bitsandbytes, logging
-from shardwright.plugins.bitsandbytes_checkpoint import quiet_optional_kernels
+from shardwright.plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 quiet_optional_kernels()
 print(logging.getLogger("bitsandbytes.backends.cpu.ops").level)
 """

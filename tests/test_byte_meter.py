@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.plugins import byte_meter
-from shardwright.plugins.byte_meter import AcceleratorMeter, ByteMeter
+from shardwright.plugins.metering import byte_meter
+from shardwright.plugins.metering.byte_meter import AcceleratorMeter, ByteMeter
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker

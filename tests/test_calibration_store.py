@@ -13,8 +13,8 @@ import pytest
 from measuring import plan_on, run_of
 from shardwright.ds_configs.memory.calibration import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.calibration_store import FILE_NAME, CalibrationStore, data_directory
-from shardwright.plugins.planning import plan, stored_calibration
+from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore, data_directory
+from shardwright.plugins.planning.from_names import plan, stored_calibration
 
 RUN = run_of(plan_on())
 

@@ -269,9 +269,9 @@ def test_what_the_launcher_ignores_silently_is_a_finding_here(tmp_path: Path, mo
 
 @pytest.mark.trace
 def test_key_files_are_current() -> None:
-    from shardwright.plugins.accelerate_keys import accelerate_keys
-    from shardwright.plugins.config_keys import DATA_DIRECTORY, as_json, deepspeed_keys
+    from accelerate_keys import accelerate_keys
+    from config_keys import DATA_DIRECTORY, as_json, deepspeed_keys
 
     for name, read in (("deepspeed", deepspeed_keys), ("accelerate", accelerate_keys)):
         shipped = (DATA_DIRECTORY / f"{name}_keys.json").read_text(encoding="utf-8")
-        assert as_json(read()) == shipped, f"{name}: run python -m shardwright.plugins.config_keys --write"
+        assert as_json(read()) == shipped, f"{name}: run python tools/config_keys.py --write"

@@ -16,7 +16,7 @@ from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.models import load_model
+from shardwright.plugins.planning.models import load_model
 
 MODELS = Path(__file__).parent / "data" / "models"
 LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")

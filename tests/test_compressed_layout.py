@@ -11,7 +11,7 @@ from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.layers import LinearLayer
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.quantization.sizes import packed_tensors, tensor_bytes
-from shardwright.plugins.compressed_layout import layout_faults
+from shardwright.plugins.compressed_tensors.layout import layout_faults
 
 LAYERS = tuple(LinearLayer(name=f"model.layers.{index}.up_proj", out_features=24, in_features=64) for index in (0, 1))
 SCHEMES = {

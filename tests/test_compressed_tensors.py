@@ -15,7 +15,7 @@ from shardwright.ds_configs.quantization.scheme import (
     WeightQuantization,
     scheme_named,
 )
-from shardwright.plugins.compressed_tensors import (
+from shardwright.plugins.compressed_tensors.codes import (
     activation_levels,
     activation_scale_and_zero_point,
     code_range,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.datasets.chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix
 from shardwright.trainers.datasets.samples import Samples, collate, load_samples
 from shardwright.trainers.datasets.sources import Source, parse_source

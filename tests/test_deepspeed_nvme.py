@@ -8,7 +8,7 @@ import pytest
 
 
 def test_deepspeed_still_skips_the_optimizer_file_of_nvme_runs() -> None:
-    """When this fails, try the NVMe rehearsal without `plugins/deepspeed_nvme.py`: it may no longer be needed."""
+    """When this fails, try the NVMe rehearsal without `plugins/deepspeed/nvme.py`: it may no longer be needed."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     load = inspect.unwrap(DeepSpeedEngine.load_checkpoint)
@@ -27,7 +27,7 @@ def test_loads_that_ask_for_no_nvme_optimizer_are_as_before(
     monkeypatch: pytest.MonkeyPatch, nvme: bool, asked: dict[str, bool]
 ) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from shardwright.plugins.deepspeed_nvme import restore_optimizer_states_from_nvme
+    from shardwright.plugins.deepspeed.nvme import restore_optimizer_states_from_nvme
 
     calls = []
 

@@ -15,8 +15,8 @@ from distilling import tiny
 from pydantic import ValidationError
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.launching import LaunchFailedError
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.launching.launch import LaunchFailedError
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.datasets.samples import SampleStatistics
 from shardwright.trainers.distillation.run_files import DistillSettings
 from shardwright.trainers.distillation.run_report import (
@@ -203,7 +203,7 @@ def test_settings_come_from_a_file_the_environment_and_flags(
 
 def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Outcome:
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.planning import plan
+    from shardwright.plugins.planning.from_names import plan
 
     settings = DistillSettings(dataset="python-help", **changes)
     before = {"student_cross_entropy": 3.0, "teacher_cross_entropy": 1.0, "kl_per_token": 2.0, "top1_agreement": 0.1}

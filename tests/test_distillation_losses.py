@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.byte_meter import ByteMeter
-from shardwright.plugins.output_heads import OutputHead
+from shardwright.plugins.metering.byte_meter import ByteMeter
+from shardwright.plugins.transformers.output_heads import OutputHead
 from shardwright.trainers.distillation import fused_memory
 from shardwright.trainers.distillation.divergences import divergence_and_gradient, divergence_rows
 from shardwright.trainers.distillation.fused_loss import fused_token_loss

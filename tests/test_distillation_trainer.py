@@ -323,7 +323,7 @@ class TestOnPolicy:
         assert not torch.equal(drawn[0], drawn[1])
 
     def test_the_student_writes_and_the_tokens_are_counted_afterwards(self, tmp_path: Path) -> None:
-        from shardwright.plugins.transformers import byte_tokenizer
+        from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
         samples = [{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]} for _ in range(4)]
         trainer = DistillationTrainer(

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.evaluation import token_measures
 from shardwright.trainers.evaluation.estimates import Estimate, exponential, token_mean
 from shardwright.trainers.evaluation.evaluate import evaluate_model

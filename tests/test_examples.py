@@ -61,9 +61,9 @@ def test_distillation_examples_run_with_few_steps(name, monkeypatch, capsys):
 @pytest.mark.distributed
 def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.launching import run
-    from shardwright.plugins.planning import plan
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.launching.launch import run
+    from shardwright.plugins.planning.from_names import plan
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     model = tmp_path / "model"
     shutil.copytree(tiny_llama, model)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.legality.expert import AUTO_EP_MODEL_TYPES, expert_faults
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.auto_ep import mark_expert_groups, model_faults, write_section
+from shardwright.plugins.deepspeed.auto_ep import mark_expert_groups, model_faults, write_section
 from shardwright.trainers.expert_parallel.balance import (
     RoutedTokens,
     assigned_to,
@@ -175,7 +175,7 @@ def test_models_that_would_not_train_the_same_are_refused(model: Any, named: str
 @pytest.fixture
 def arguments(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Return what makes TrainingArguments with DeepSpeed, and bring the process back to a fresh one afterwards."""
-    from shardwright.plugins.accelerate import forget_last_run
+    from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
     from transformers import TrainingArguments
 
     def make(section: dict[str, Any] | None = None, stage: int = 2, **settings: Any) -> Any:

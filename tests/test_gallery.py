@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from gallery import read_configs
 from planning import MODELS
 from shardwright.cli.check import run_check
 from shardwright.cli.configs import entry_names, load_entry
-from shardwright.cli.gallery import read_configs
 from shardwright.ds_configs.plan.files import render_files
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plans
 

@@ -19,8 +19,8 @@ from shardwright.ds_configs.specs.hardware import (
     parse_overrides,
     with_gpus,
 )
-from shardwright.plugins.local_hardware import detect_hardware
-from shardwright.plugins.planning import read_hardware
+from shardwright.plugins.planning.from_names import read_hardware
+from shardwright.plugins.planning.local_hardware import detect_hardware
 
 GIB = 2**30
 NUMBERS = ("memory_gib", "usable_gib", "bf16_flops", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")

@@ -271,7 +271,7 @@ def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
 @pytest.fixture
 def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     """Publish a small model with its tokenizer, and a pickle that must never be fetched."""
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     byte_tokenizer(512).save_pretrained(tmp_path / "tokenizer")
     files = [*tiny_llama.iterdir(), *(tmp_path / "tokenizer").iterdir()]

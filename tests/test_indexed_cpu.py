@@ -13,7 +13,7 @@ file.seek(0)
 loaded = torch.load(file, map_location="cpu:0", weights_only=True)["weights"]
 assert loaded.device == torch.device("cpu") and loaded.sum() == 3
 """
-PREPARE = "from shardwright.plugins.accelerate import _accept_indexed_cpu; _accept_indexed_cpu()\n"
+PREPARE = "from shardwright.plugins.accelerate.cpu_ranks import _accept_indexed_cpu; _accept_indexed_cpu()\n"
 
 
 def outcome(script: str) -> subprocess.CompletedProcess[str]:

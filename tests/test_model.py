@@ -13,8 +13,8 @@ from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_fro
 from shardwright.ds_configs.models.model_config import config_faults
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.model import ModelSpec, ParameterShape, lora_parameter_count
-from shardwright.plugins.meta_model import build_meta_model, model_spec_from_meta
-from shardwright.plugins.models import load_model
+from shardwright.plugins.planning.models import load_model
+from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
 MODELS = Path(__file__).parent / "data" / "models"
 PUBLIC_COUNTS = {

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.hub import read_model_source
-from shardwright.plugins.models import load_model
+from shardwright.plugins.huggingface_hub.hub import read_model_source
+from shardwright.plugins.planning.models import load_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

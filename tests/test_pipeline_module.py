@@ -22,11 +22,11 @@ from shardwright.ds_configs.legality.pipeline import (
 )
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction, contiguous_stages
-from shardwright.plugins import pipeline_checkpoint
-from shardwright.plugins.checkpoint_tensors import CheckpointTensors
-from shardwright.plugins.pipeline_checkpoint import pipeline_tensors, save_pipeline_checkpoint
-from shardwright.plugins.pipeline_loading import StageParts
-from shardwright.plugins.pipeline_stage import CausalLMStage, causal_lm_loss, stage_inputs
+from shardwright.plugins.deepspeed_pipeline import checkpoint as pipeline_checkpoint
+from shardwright.plugins.deepspeed_pipeline.checkpoint import pipeline_tensors, save_pipeline_checkpoint
+from shardwright.plugins.deepspeed_pipeline.loading import StageParts
+from shardwright.plugins.deepspeed_pipeline.stage import CausalLMStage, causal_lm_loss, stage_inputs
+from shardwright.plugins.transformers.checkpoint_tensors import CheckpointTensors
 from torch import distributed
 
 LAYERS, VOCAB, WINDOW, TOKENS = 4, 96, 5, 16
@@ -403,8 +403,8 @@ def test_files_of_a_checkpoint_are_found_once_and_at_one_commit(models, tmp_path
 def test_the_mode_of_cut_layers_ends_with_their_run():
     """DeepSpeed's layers ask one mode of the process in every forward pass (seen in 0.19.8)."""
     from deepspeed.module_inject import layers
-    from shardwright.plugins.accelerate import forget_last_run
-    from shardwright.plugins.pipeline_tensor_parallel import divide_layer
+    from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
+    from shardwright.plugins.deepspeed_pipeline.tensor_parallel import divide_layer
 
     divide_layer(torch.nn.Module(), None)
     assert layers.is_autotp_training_mode()
@@ -462,7 +462,7 @@ def test_models_that_have_no_stages_are_refused(models):
 
 
 def test_auto_tp_still_refuses_what_is_no_model_of_transformers(models):
-    """If this fails, stages may be cut by DeepSpeed itself: see plugins/pipeline_tensor_parallel.py."""
+    """If this fails, stages may be cut by DeepSpeed itself: see plugins/deepspeed_pipeline/tensor_parallel.py."""
     from deepspeed.module_inject.auto_tp import AutoTP
 
     (stage,) = stages_of(models["llama"][0], 1)

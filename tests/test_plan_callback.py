@@ -12,7 +12,7 @@ from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, m
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning import plan
+from shardwright.plugins.planning.from_names import plan
 
 pytestmark = pytest.mark.slow
 

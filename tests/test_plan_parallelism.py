@@ -10,7 +10,7 @@ from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
 from shardwright.ds_configs.memory.shares import rank_shares
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.plugins.planning import plan
+from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers import ExpertParallelCallback, SequenceParallelCallback, TensorParallelCallback
 from shardwright.trainers.plan_parallelism import PlannedParallelism, parallelism_of, planned_parallelism
 

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.peft import add_lora
+from shardwright.plugins.peft.lora import add_lora
 from shardwright.trainers import QATCallback, QATConfig
 from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.checkpoint_record import resume_faults

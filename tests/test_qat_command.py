@@ -310,7 +310,7 @@ def job_of(settings: QATSettings) -> QATJob:
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], teacher: tuple[str, str | None]
 ) -> None:
-    from shardwright.plugins import teacher_placement
+    from shardwright.plugins.transformers.training_arguments import teacher_placement
 
     job = job_of(QATSettings(**settings))
     job = QATJob.model_validate_json(job.model_dump_json())
@@ -407,7 +407,7 @@ def test_ranges_are_found_without_padding() -> None:
 @pytest.fixture(scope="module")
 def outcome(models: dict[str, Path]) -> Outcome:
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.planning import plan
+    from shardwright.plugins.planning.from_names import plan
     from shardwright.trainers.datasets.samples import SampleStatistics
 
     counts = dict.fromkeys(("rows", "empty_rows", "unlabelled_rows", "cut_rows", "train_samples"), 8)

@@ -18,7 +18,7 @@ from shardwright.ds_configs.quantization.layers import LinearLayer, selected_lay
 from shardwright.ds_configs.quantization.mixtures import expert_scheme, mixture_quantization_config, mixture_remarks
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.compressed_tensors import dequantize, pack_tensors
+from shardwright.plugins.compressed_tensors.codes import dequantize, pack_tensors
 from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.config import QATConfig

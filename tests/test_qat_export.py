@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.compressed_tensors import unpack_tensors, weight_codes, weight_scale_and_zero_point
-from shardwright.plugins.gathering import gathered_parameters
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
+from shardwright.plugins.deepspeed.gathering import gathered_parameters
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.qat import export as export_module
 from shardwright.trainers.qat import export_files
 from shardwright.trainers.qat.attach import attachment_of

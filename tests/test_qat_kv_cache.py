@@ -17,9 +17,9 @@ from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.attention_capture import captured_attention
-from shardwright.plugins.compressed_tensors import pack_tensors
-from shardwright.plugins.quantized_cache import cached_attention_modules
+from shardwright.plugins.compressed_tensors.codes import pack_tensors
+from shardwright.plugins.compressed_tensors.quantized_cache import cached_attention_modules
+from shardwright.plugins.transformers.attention_capture import captured_attention
 from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.config import QATConfig
 from shardwright.trainers.qat.input_ranges import InputRange, calibrate_inputs, load_ranges, save_ranges, synchronise

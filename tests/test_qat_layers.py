@@ -13,7 +13,7 @@ import torch
 from rounding_reference import EXACT, NAMES, RELATIVE, rounded_by_range, rounded_inputs
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
-from shardwright.plugins.compressed_tensors import dequantize
+from shardwright.plugins.compressed_tensors.codes import dequantize
 from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.config import QATConfig
 from shardwright.trainers.qat.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear

@@ -11,9 +11,9 @@ from shardwright.ds_configs.quantization.layers import LinearLayer
 from shardwright.ds_configs.quantization.memory import PROCESS_BYTES, QuantizationMemory, estimate_quantization_memory
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from shardwright.ds_configs.specs.dimensions import Dimensions
-from shardwright.plugins.byte_meter import ByteMeter
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.metering.byte_meter import ByteMeter
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 VOCAB, HEADS = 512, 8

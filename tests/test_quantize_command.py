@@ -24,7 +24,7 @@ BRIEF = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "8", "-
 def model(tmp_path_factory) -> Path:
     """Return a Llama with 3 layers in bf16, random weights and a byte tokenizer."""
     import torch
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     directory = tmp_path_factory.mktemp("models") / "small"

@@ -16,7 +16,7 @@ from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.llm_compressor.experts import restore_expert_names
 from shardwright.plugins.llm_compressor.fixes import torchvision_is_not_needed
 from shardwright.plugins.llm_compressor.loading import open_source
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 

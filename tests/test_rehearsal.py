@@ -18,7 +18,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
-from shardwright.plugins.planning import plan, read_hardware
+from shardwright.plugins.planning.from_names import plan, read_hardware
 from shardwright.trainers.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 from shardwright.trainers.rehearsal_checks import (
     CHECK_NAMES,
@@ -192,7 +192,7 @@ def test_nvme_without_libaio_says_what_to_install(
         TrainingJob(seq_len_tokens=64, strategy="zero3", offload="nvme"),
     )
     made.write(tmp_path / "plan")
-    monkeypatch.setattr("shardwright.plugins.deepspeed.has_libaio", lambda: False)
+    monkeypatch.setattr("shardwright.plugins.deepspeed.engine.has_libaio", lambda: False)
     code, report, _ = rehearse(capsys, tmp_path / "plan")
     assert (code, list(failing(report))) == (1, ["launch"])
     assert "install libaio-dev" in failing(report)["launch"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.models import load_model
-from shardwright.plugins.planning import plan, read_hardware
+from shardwright.plugins.planning.from_names import plan, read_hardware
+from shardwright.plugins.planning.models import load_model
 
 LLAMA = str(Path(__file__).parent / "data" / "models" / "meta-llama--Llama-3.1-8B")
 KINDS: dict[str, Any] = {

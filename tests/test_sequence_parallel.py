@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.legality.context import context_parallel_faults
 from shardwright.ds_configs.legality.sequence import sample_faults, sequence_parallel_faults
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins import ring_attention_cpu
-from shardwright.plugins.deepspeed import accept_train_batch_size, train_batch_size
-from shardwright.plugins.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
+from shardwright.plugins.accelerate.cpu_ranks import ring_attention_cpu
+from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
+from shardwright.plugins.deepspeed.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
 from shardwright.trainers.sequence_parallel.checks import (
     argument_faults,
     model_faults,
@@ -386,7 +386,7 @@ def test_tiles_change_neither_loss_nor_gradients(tiles: int | None, samples: int
 
 
 def test_tiles_take_less_memory() -> None:
-    from shardwright.plugins.byte_meter import ByteMeter
+    from shardwright.plugins.metering.byte_meter import ByteMeter
 
     model = tiny(vocab_size=4096, intermediate_size=512)
     ids = torch.randint(1, 4096, (1, 512))
@@ -543,7 +543,7 @@ def test_borders_of_documents_are_told_by_positions() -> None:
 
 
 def test_attention_that_is_not_exchanged_is_found() -> None:
-    from shardwright.plugins.ulysses import SharedSequence
+    from shardwright.plugins.deepspeed.ulysses import SharedSequence
     from transformers import DogeConfig, DogeForCausalLM
 
     shared, model = SharedSequence(2), tiny()

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from shardwright.plugins import shared_memory
-from shardwright.plugins.launching import LaunchFailedError, free_port, run
-from shardwright.plugins.shared_memory import ABANDONED_SECONDS, remove_abandoned_buffers, remove_buffers
+from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run, shared_memory
+from shardwright.plugins.launching.shared_memory import ABANDONED_SECONDS, remove_abandoned_buffers, remove_buffers
 from warm_ranks import run_ranks
 
 HOLD = (
@@ -19,9 +18,9 @@ HOLD = (
 )
 LAUNCH = """
 import os, signal, sys
-from shardwright.plugins.accelerate import configure_cpu_ranks
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 if sys.argv[1] == "unreleased":
-    import shardwright.plugins.accelerate as accelerate
+    import shardwright.plugins.accelerate.cpu_ranks as accelerate
     accelerate.release_buffer = lambda: None
 configure_cpu_ranks("deepspeed")
 import torch.distributed

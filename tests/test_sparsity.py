@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.plugins.parameter_edit import edit_faults
+from shardwright.plugins.deepspeed.parameter_edit import edit_faults
 from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
 from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
 from shardwright.trainers.sparsity.mask_file import FILE_NAME, save_masks

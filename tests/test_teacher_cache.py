@@ -17,7 +17,7 @@ from distilling import collate, tiny, training_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.teacher_placement import PlacedTeacher
+from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache_format import RecordFormat, decode, encode, log_probabilities
 from shardwright.trainers.distillation.cache_writer import (
@@ -104,7 +104,7 @@ VOCAB_SIZE = 384
 
 def trained_pair() -> tuple[Any, Any, list[dict[str, Any]]]:
     """A teacher and a student that have read Python's help topics byte by byte, and 24 samples that they have not."""
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from shardwright.trainers.text import pack, read_documents
 
     samples = pack(read_documents(None)[:40], byte_tokenizer(VOCAB_SIZE), 64)
@@ -265,7 +265,7 @@ def test_a_copy_maps_the_files_itself(pair: Any, tmp_path: Path) -> None:
 
 
 def test_how_a_tokenizer_was_last_called_does_not_change_its_hash() -> None:
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     tokenizer = byte_tokenizer(VOCAB_SIZE)
     tokenizer.pad_token = tokenizer.eos_token
@@ -378,7 +378,7 @@ class TestCommand:
 
     @pytest.fixture()
     def files(self, tmp_path: Path) -> tuple[str, str]:
-        from shardwright.plugins.transformers import byte_tokenizer
+        from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
         tiny("llama", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "teacher")
         byte_tokenizer(VOCAB_SIZE).save_pretrained(tmp_path / "teacher")

@@ -223,8 +223,8 @@ class TestFusedLoss:
     @pytest.mark.parametrize("precision", ["bf16", "fp32"])
     def test_metered_bytes_are_those_of_the_plan(self, divergence: Any, precision: Any) -> None:
         import torch
-        from shardwright.plugins.byte_meter import ByteMeter
-        from shardwright.plugins.output_heads import OutputHead
+        from shardwright.plugins.metering.byte_meter import ByteMeter
+        from shardwright.plugins.transformers.output_heads import OutputHead
         from shardwright.trainers.distillation.fused_loss import fused_token_loss
         from shardwright.trainers.distillation.fused_memory import BLOCK_BYTES as BLOCKS
         from shardwright.trainers.distillation.objective import HiddenTargets, TokenObjective
@@ -265,7 +265,7 @@ class TestOnOneProcess:
     def test_answers_are_those_of_the_model(self, directory: str, placement: Any) -> None:
         import torch
         from accelerate import Accelerator
-        from shardwright.plugins.teacher_placement import load_teacher, place_teacher
+        from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
         from transformers import AutoModelForCausalLM
 
         whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -286,7 +286,7 @@ class TestOnOneProcess:
 
     def test_a_cached_teacher_is_no_model(self, directory: str) -> None:
         from accelerate import Accelerator
-        from shardwright.plugins.teacher_placement import load_teacher, place_teacher
+        from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
 
         with pytest.raises(UsageError, match="there is nothing to load"):
             load_teacher(directory, placement="cached")

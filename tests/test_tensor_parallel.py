@@ -18,7 +18,7 @@ from shardwright.ds_configs.legality.tensor import (
     tensor_parallel_faults,
 )
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.auto_tp import (
+from shardwright.plugins.deepspeed.auto_tp import (
     host_generators,
     layers_without_rule,
     partition_config,

@@ -31,9 +31,9 @@ from ..ds_configs.plan.measurement import (
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.write import write_files
 from ..ds_configs.specs.errors import ShardwrightError
-from ..plugins.accelerate import engine_from_environment
-from ..plugins.planning import installed_versions
-from ..plugins.transformers import deepspeed_configuration
+from ..plugins.accelerate.cpu_ranks import engine_from_environment
+from ..plugins.planning.from_names import installed_versions
+from ..plugins.transformers.training_arguments import deepspeed_configuration
 
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""

@@ -98,7 +98,7 @@ def engine_logits(trainer: Any, input_ids_BT: Any) -> Any:
 
     model = trainer.model_wrapped
     if hasattr(model, "eval_batch"):
-        from ..plugins.pipeline_engine import whole_logits
+        from ..plugins.deepspeed_pipeline.engine import whole_logits
 
         logits_BTV = whole_logits(model, (input_ids_BT,), input_ids_BT)
     else:

@@ -166,7 +166,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings) -> Rehearsal:
 
 
 def _model_config(plan: Plan) -> Mapping[str, Any]:
-    from ..plugins.models import load_model
+    from ..plugins.planning.models import load_model
 
     try:
         return load_model(plan.model.name, revision=plan.model.revision).config
@@ -253,8 +253,8 @@ def _predicted(rehearsed: Rehearsed, work: Path) -> dict[str, PredictedPhase]:
 
     source = None
     if not activations_are_stored(rehearsed.model, rehearsed.job):
-        from ..plugins.models import load_model
-        from ..plugins.planning import TracedActivations
+        from ..plugins.planning.from_names import TracedActivations
+        from ..plugins.planning.models import load_model
 
         source = TracedActivations(load_model(str(work / "model")), rehearsed.job)
     phases = cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job, activations=source)

@@ -95,7 +95,7 @@ def _verdict(name: CheckName, faults: Sequence[str], detail: str) -> Check:
 
 def argument_faults(file: Path) -> list[str]:
     """Return what is wrong with a file of `TrainingArguments` keys."""
-    from ..plugins.transformers import unknown_argument_faults
+    from ..plugins.transformers.training_arguments import unknown_argument_faults
 
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def check_layer_classes(accelerate: Mapping[str, Any], plan: Plan, class_names: 
 
 def check_optimizer(deepspeed: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> Check:
     """Check that optimizer offload keeps the update rule of the named optimizer."""
-    from ..plugins.transformers import refuse_replaced_optimizer
+    from ..plugins.transformers.training_arguments import refuse_replaced_optimizer
 
     optimizer = arguments.get("optim", "adamw_torch_fused")
     if deepspeed is not None:

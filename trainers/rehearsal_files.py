@@ -109,7 +109,7 @@ def rehearsed_model(
     plan: Plan, config: Mapping[str, Any], strategy: Strategy, work: Path
 ) -> tuple[dict[str, Any], ModelSpec, tuple[Change, ...]]:
     """Shrink the model, write its `config.json` to the work directory, and return it with its specification."""
-    from ..plugins.models import load_model
+    from ..plugins.planning.models import load_model
 
     shrunken = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
     small, cpu_changes = cpu_model(shrunken.config)

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_configs.specs.errors import ShardwrightError
-from ..plugins.compiled_operators import needed_operators, prepare_operators
-from ..plugins.launching import Launch, LaunchFailedError, first_traceback, free_port, python_arguments, run_together
+from ..plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
+from ..plugins.launching.launch import (
+    Launch,
+    LaunchFailedError,
+    first_traceback,
+    free_port,
+    python_arguments,
+    run_together,
+)
 from .rehearsal_files import Rehearsed
 from .rehearsal_worker import PROGRESS
 
@@ -73,7 +80,7 @@ def prepare_launch(rehearsed: Rehearsed, settings: LaunchSettings) -> None:
 
 
 def _require_libaio() -> None:
-    from ..plugins.deepspeed import has_libaio
+    from ..plugins.deepspeed.engine import has_libaio
 
     if not has_libaio():
         raise ShardwrightError(

@@ -21,10 +21,10 @@ from typing import Any
 from ..ds_configs.specs.errors import ShardwrightError
 from ..ds_configs.specs.stages import PipelineStage
 from ..ds_configs.specs.strategy import Strategy
-from ..plugins.accelerate import configure_cpu_ranks
-from ..plugins.deepspeed import prepare_nvme_offload
-from ..plugins.peft import add_lora
-from ..plugins.transformers import (
+from ..plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from ..plugins.deepspeed.engine import prepare_nvme_offload
+from ..plugins.peft.lora import add_lora
+from ..plugins.transformers.training_arguments import (
     prepare_model_directory_save,
     save_model_directory,
     training_arguments,
@@ -71,9 +71,9 @@ class WorkerJob:
 
 def train(job: WorkerJob, work: Path) -> None:
     """Train, let every rank compute the same batch, export the model, and write what was seen."""
-    from ..plugins.byte_meter import start_meter
-    from ..plugins.pipeline_phases import meter_pipeline_trainer
-    from ..plugins.trainer_phases import meter_trainer
+    from ..plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
+    from ..plugins.metering.byte_meter import start_meter
+    from ..plugins.metering.trainer_phases import meter_trainer
 
     arguments = _arguments(job, work)
     prepare_model_directory_save(arguments)

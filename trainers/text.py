@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_configs.specs.errors import Fault, UsageError
-from ..plugins.transformers import byte_tokenizer
+from ..plugins.transformers.training_arguments import byte_tokenizer
 from .notes import note
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")

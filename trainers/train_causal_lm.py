@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..plugins.accelerate import Engine, configure_cpu_ranks, engine_from_environment
-from ..plugins.deepspeed import prepare_nvme_offload
-from ..plugins.peft import add_lora, four_bit_loading
-from ..plugins.transformers import (
+from ..plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
+from ..plugins.deepspeed.engine import prepare_nvme_offload
+from ..plugins.peft.lora import add_lora, four_bit_loading
+from ..plugins.transformers.training_arguments import (
     check_liger_kernel,
     prepare_model_directory_save,
     refuse_replaced_optimizer,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault, UsageError
-from ..quantized_model import ReportProgress
+from ..transformers.quantized_model import ReportProgress
 from .fixes import all_fixes
 from .journal import Journal, run_identity
 from .progress import Steps, count_parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..quantized_model import ReportProgress
+from ..transformers.quantized_model import ReportProgress
 from .fixes import all_fixes
 from .progress import Steps, count_parts
 from .quiet import named_by_directory, quiet_upstream

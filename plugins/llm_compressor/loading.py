@@ -12,8 +12,8 @@ from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
 from ...ds_configs.specs.dimensions import Dimensions
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..hub import ModelSource, read_model_source
-from ..meta_model import build_meta_model, model_spec_from_meta
+from ..huggingface_hub.hub import ModelSource, read_model_source
+from ..transformers.meta_model import build_meta_model, model_spec_from_meta
 from .experts import expert_layers, router_patterns
 from .fixes import torchvision_is_not_needed
 

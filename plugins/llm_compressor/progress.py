@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..quantized_model import LayerProgress, ReportProgress
+from ..transformers.quantized_model import LayerProgress, ReportProgress
 
 
 def count_parts(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Observers of llm-compressor that find static activation ranges by the methods of `plugins/activation_ranges.py`.
+"""Observers of llm-compressor that find static activation ranges by the methods of `plugins/activations/ranges.py`.
 
 llm-compressor 0.14.0.1 looks an observer up by the name in `QuantizationArgs.observer` (`observers/base.py`,
 `modifiers/quantization/calibration.py`), so these are registered beside its own and the same engine runs them.
@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...ds_configs.quantization.scheme import KNOWN_RANGES, ActivationQuantization, RangeMethod
-from ..activation_histogram import ActivationHistogram
-from ..activation_ranges import activation_range
+from ..activations.histogram import ActivationHistogram
+from ..activations.ranges import activation_range
 
 _PREFIX = "shardwright_"
 

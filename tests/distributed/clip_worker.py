@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from shardwright.plugins.accelerate import configure_cpu_ranks
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def main(directory: Path) -> None:

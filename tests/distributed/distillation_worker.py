@@ -21,16 +21,16 @@ from distillation_cases import (
     packed,
     samples,
 )
-from shardwright.plugins.accelerate import configure_cpu_ranks
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None:
     """Train one step and let rank 0 write weights and logs."""
     import torch
     from safetensors.torch import save_file
-    from shardwright.plugins.peft import add_lora
-    from shardwright.plugins.teacher_placement import load_teacher
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.peft.lora import add_lora
+    from shardwright.plugins.transformers.teacher_placement import load_teacher
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from shardwright.trainers.distillation.trainer import DistillationTrainer
     from transformers import AutoModelForCausalLM, TrainingArguments
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 from expert_cases import CASES, ROWS, SAVED_AT, Case, collate, model, own_loss_trainer, samples
-from shardwright.plugins import auto_ep
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
-from shardwright.plugins.transformers import save_model_directory
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.deepspeed.engine import auto_ep
+from shardwright.plugins.transformers.training_arguments import save_model_directory
 from shardwright.trainers.expert_parallel.expert_parallel_callback import ExpertParallelCallback
 
 

@@ -20,12 +20,12 @@ from qat_cases import (
     callback_settings,
     model_directory,
 )
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
 
 
 def trained(case: Case, directory: Path, output: Path) -> None:
     """Train, write the whole weights from rank 0, and export."""
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     where = output / case.name
     trainer, callback = trainer_of(case, directory, where / "run")
@@ -39,7 +39,7 @@ def trained(case: Case, directory: Path, output: Path) -> None:
 
 def resumed(directory: Path, output: Path) -> None:
     """Train to the end, once in one go and once from a checkpoint of that run in the middle; export both."""
-    from shardwright.plugins.transformers import byte_tokenizer
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     training = {"max_steps": RESUMED_STEPS, "save_strategy": "steps", "save_steps": SAVED_STEP, "optim": "adamw_torch"}
     training |= {"learning_rate": ADAM_LEARNING_RATE, "warmup_steps": 0}
@@ -103,7 +103,7 @@ def save(trainer: Any, path: Path) -> None:
 def adapted(model: Any) -> Any:
     """Return the model with adapters whose product is not zero, so that both matrices have a gradient at once."""
     import torch
-    from shardwright.plugins.peft import add_lora
+    from shardwright.plugins.peft.lora import add_lora
 
     model = add_lora(model, rank=4, targets=None, fp32_adapters=True)
     draw = torch.Generator().manual_seed(3)

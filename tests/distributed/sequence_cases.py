@@ -117,7 +117,7 @@ FOUR_RANKS = [
 
 def model(case: Case) -> Any:
     """Return the model that is trained."""
-    from shardwright.plugins.peft import add_lora
+    from shardwright.plugins.peft.lora import add_lora
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(1)

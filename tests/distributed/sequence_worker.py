@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sequence_cases import FOUR_RANKS, TWO_RANKS, Case, arguments, make_trainer, model, padded, run, samples
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
 
 
 def train(case: Case, output: Path) -> None:

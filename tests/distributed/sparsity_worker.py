@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.accelerate import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
 from sparsity_cases import EVERY, SAVED_AT, Case, train
 
 

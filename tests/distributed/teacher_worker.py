@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distillation_cases import Layout, collate, models, samples
-from shardwright.plugins.accelerate import configure_cpu_ranks
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 STEPS = 2
 PROBE_ROWS, PROBE_TOKENS = 2, 12
@@ -85,7 +85,7 @@ def observe(teacher: Any, expected: Any, rank: int) -> dict[str, Any]:
 def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> dict[str, Any]:
     """Train some steps, with the teacher answering before each loss, and return losses and observations."""
     import torch
-    from shardwright.plugins.teacher_placement import load_teacher, place_teacher
+    from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     overrides: dict[str, Any] = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 import yaml
 from cases import RANKS, SEQ_LEN, STEPS, Case, deepspeed_configuration
 from safetensors.torch import load_file
-from shardwright.plugins.launching import LaunchFailedError, accelerate_launch, torchrun
+from shardwright.plugins.launching.launch import LaunchFailedError, accelerate_launch, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed

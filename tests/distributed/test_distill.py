@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from session import warm_command
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.text import pack, read_documents
 
 pytestmark = pytest.mark.distributed

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from shardwright.plugins.launching import run
-from shardwright.plugins.transformers import byte_tokenizer
+from shardwright.plugins.launching.launch import run
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.text import pack
 from shardwright.trainers.train_causal_lm import check_seq_len, main, parse_flags, read_settings
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shardwright.plugins.compiled_operators import StaleLockError, prepare_operators, stale_locks
-from shardwright.plugins.launching import (
+from shardwright.plugins.deepspeed.compiled_operators import StaleLockError, prepare_operators, stale_locks
+from shardwright.plugins.launching.launch import (
     Launch,
     LaunchFailedError,
     first_traceback,
@@ -97,7 +97,10 @@ def test_orphans_of_a_launcher_that_was_killed_are_ended(cold: None, tmp_path: P
 def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     launcher = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
-    starter = "import sys; from shardwright.plugins.launching import run; run(['-c', sys.argv[1]], timeout_seconds=600)"
+    starter = (
+        "import sys; from shardwright.plugins.launching import launch; "
+        "launch.run(['-c', sys.argv[1]], timeout_seconds=600)"
+    )
     with subprocess.Popen([sys.executable, "-c", starter, launcher]) as process:
         while not (note.is_file() and note.read_text()):
             time.sleep(0.05)

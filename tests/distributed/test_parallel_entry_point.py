@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning import plan
+from shardwright.plugins.planning.from_names import plan
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed

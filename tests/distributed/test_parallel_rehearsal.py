@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from planning import MODELS
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning import plan
+from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers.rehearsal import rehearse
 
 pytestmark = pytest.mark.distributed

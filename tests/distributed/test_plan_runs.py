@@ -12,8 +12,8 @@ from session import warm_path
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.launching import run
-from shardwright.plugins.planning import plan
+from shardwright.plugins.launching.launch import run
+from shardwright.plugins.planning.from_names import plan
 
 pytestmark = pytest.mark.distributed
 

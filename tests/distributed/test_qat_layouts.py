@@ -24,7 +24,7 @@ from qat_cases import (
     callback_settings,
     save_models,
 )
-from shardwright.plugins.compressed_tensors import unpack_tensors, weight_codes, weight_scale_and_zero_point
+from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -19,7 +19,7 @@ import pytest
 from planning import MODELS
 from session import warm_command
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning import plan
+from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers.rehearsal import Rehearsal, rehearse
 
 pytestmark = pytest.mark.distributed
@@ -32,7 +32,7 @@ MARK = "REHEARSAL_UNDER_TEST"
 
 def written(directory: Path, hardware: str = "8xA100-80GB", nvme: str | None = None, **job: Any) -> Path:
     """Write a plan for Llama-3.1-8B on real accelerators and return its directory."""
-    from shardwright.plugins.planning import read_hardware
+    from shardwright.plugins.planning.from_names import read_hardware
 
     plan(LLAMA, read_hardware(hardware, nvme=nvme), TrainingJob(**job)).write(directory)
     return directory

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from shardwright.plugins.accelerate import forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
 from tensor_parallel_cases import (
     EVALUATION_SAMPLES,
     FOUR_RANKS,

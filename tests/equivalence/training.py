@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.cases import Case, padded, probe_batch, samples
-from shardwright.plugins.accelerate import configure_cpu_ranks
-from shardwright.plugins.transformers import prepare_model_directory_save, save_model_directory, training_arguments
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.transformers.training_arguments import (
+    prepare_model_directory_save,
+    save_model_directory,
+    training_arguments,
+)
 from shardwright.trainers.plan_parallelism import engine_logits, parallelism_of
 
 

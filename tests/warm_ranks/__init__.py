@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.launching import cpu_rank_environment, first_traceback, signal_name
-from shardwright.plugins.shared_memory import remove_buffers
+from shardwright.plugins.launching.launch import cpu_rank_environment, first_traceback, signal_name
+from shardwright.plugins.launching.shared_memory import remove_buffers
 
 from warm_ranks.on_demand import OnDemand
 from warm_ranks.protocol import OPERATORS, SERVER_NAME, address, ask, receive_number

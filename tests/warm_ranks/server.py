@@ -49,7 +49,7 @@ PRELOADED = (
     "distutils.sysconfig",
     "matplotlib.figure",
     "shardwright.cli.main",
-    "shardwright.plugins.planning",
+    "shardwright.plugins.planning.from_names",
     "shardwright.trainers.rehearsal",
     "shardwright.trainers.rehearsal_worker",
 )
@@ -168,7 +168,7 @@ def end_with_parent() -> None:
 
 def _import_all() -> None:
     """Import what processes share; what is not to be had is left to the process that needs it."""
-    from shardwright.plugins.bitsandbytes_checkpoint import quiet_optional_kernels
+    from shardwright.plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 
     quiet_optional_kernels()
     for name in PRELOADED:
@@ -194,7 +194,12 @@ def _load_operators() -> None:
     """Load DeepSpeed's operators that are compiled: torch locks the directory of one at each load, and a rank that is
     killed meanwhile would leave the lock to all others."""
     from deepspeed.accelerator import get_accelerator
-    from shardwright.plugins.compiled_operators import BUILDERS, extensions_directory, is_compiled, stale_locks
+    from shardwright.plugins.deepspeed.compiled_operators import (
+        BUILDERS,
+        extensions_directory,
+        is_compiled,
+        stale_locks,
+    )
 
     directory = extensions_directory()
     for name in OPERATORS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ...plugins.attention_capture import AttentionTensor, LayerAttention
+from ...plugins.transformers.attention_capture import AttentionTensor, LayerAttention
 from .attention_relations import Visibility, row_blocks
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ def run_cache_job(job: CacheJob, directory: Path, *, on_progress: Callable[[Prog
     """
     import torch
 
-    from ...plugins.teacher_placement import PlacedTeacher, load_teacher
+    from ...plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
 
     # A cache that cannot be continued is refused before a teacher is loaded.
     finished_shards(directory, job.key)

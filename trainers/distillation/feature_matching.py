@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.attention_capture import AttentionTensor, LayerAttention, captured_attention
+from ...plugins.transformers.attention_capture import AttentionTensor, LayerAttention, captured_attention
 from .attention_relations import Visibility, relation_sum, visibility
 from .attention_scores import HeadMatching, score_sum
 from .hidden_states import HiddenStateKind, hidden_state_sum, projectors

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ...plugins.output_heads import OutputHead
+from ...plugins.transformers.output_heads import OutputHead
 from .fused_memory import HEAD_ROWS, SCALED_ROWS, default_block_rows, default_chunk_rows, even_chunk_rows
 from .fused_rows import RowWork, chunk_rows_and_gradient
 from .objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, TopKTargets

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...plugins.output_heads import OutputHead
+from ...plugins.transformers.output_heads import OutputHead
 from .divergences import divergence_and_gradient, divergence_rows
 from .objective import LogitTargets, TeacherTargets, TokenObjective, TopKTargets
 from .plain_loss import nonfinite_rows, shared_columns

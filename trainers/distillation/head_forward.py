@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.output_heads import head_module, logit_shape
+from ...plugins.transformers.output_heads import head_module, logit_shape
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ...plugins.output_heads import OutputHead
+from ...plugins.transformers.output_heads import OutputHead
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
-from ...plugins.models import LoadedModel, load_model
-from ...plugins.planning import plan as make_plan
+from ...plugins.planning.from_names import plan as make_plan
+from ...plugins.planning.models import LoadedModel, load_model
 from ..datasets.samples import Samples
 from ..launched.inputs import (
     Notify,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.hub import ModelSource
+from ...plugins.huggingface_hub.hub import ModelSource
 from ..text import load_tokenizer, pack, read_documents
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...plugins.hub import ModelSource
+from ...plugins.huggingface_hub.hub import ModelSource
 from ..model_directory import COMPANIONS, INDEX, SINGLE, appearing_directory
 
 if TYPE_CHECKING:

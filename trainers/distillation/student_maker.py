@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.hub import ModelSource, read_model_source
-from ...plugins.meta_model import build_meta_model
+from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
+from ...plugins.transformers.meta_model import build_meta_model
 from ..model_directory import copy_companions, output_faults
 from .student_families import WIDTH_FAMILIES, WidthFamily, teacher_widths, width_changes
 from .student_files import StudentWriter, TeacherTensors, student_writer, teacher_directory

@@ -7,8 +7,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...plugins.attention_capture import hidden_states_of
-from ...plugins.output_heads import OutputHead, head_module, head_tensors, logit_shape
+from ...plugins.transformers.attention_capture import hidden_states_of
+from ...plugins.transformers.output_heads import OutputHead, head_module, head_tensors, logit_shape
 from .batch import DistillationBatch
 from .fused_loss import fused_token_loss
 from .head_forward import HeadReplacement

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.attention_capture import hidden_states_of
-from ...plugins.output_heads import OutputHead
-from ...plugins.whole_sequence import own_shard, whole_sequences
+from ...plugins.deepspeed.whole_sequence import own_shard, whole_sequences
+from ...plugins.transformers.attention_capture import hidden_states_of
+from ...plugins.transformers.output_heads import OutputHead
 from .batch import DistillationBatch, accepted
 from .cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from .head_forward import captured_head_input

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
-from ...plugins.output_heads import head_module, head_tensors
+from ...plugins.transformers.output_heads import head_module, head_tensors
 from ..notes import note
 from .config import DistillationConfig, Schedule
 from .self_teacher import MovingAverage, frozen_copy, without_adapter
@@ -110,7 +110,7 @@ class TeacherSetup:
         )
         parallelism = getattr(trainer.accelerator, "parallelism_config", None)
         if parallelism is not None and parallelism.sp_enabled:
-            from ...plugins.whole_sequence import keep_own_attention
+            from ...plugins.deepspeed.whole_sequence import keep_own_attention
 
             keep_own_attention(placed.model)
         return placed, None
@@ -157,7 +157,7 @@ class AdapterOff:
 
     def gathered_head(self) -> Any:
         """Give the head without its adapter."""
-        from ...plugins.teacher_placement import gathered_head
+        from ...plugins.transformers.teacher_placement import gathered_head
 
         return gathered_head(self.model)
 
@@ -208,7 +208,7 @@ def feature_matching(distillation: DistillationConfig, student: Any, teacher: An
 
 def _placed(trainer: Any, teacher: Any, placement: TeacherPlacement) -> Any:
     """Place a Transformers model; weights that ZeRO-3 partitioned while loading stay so."""
-    from ...plugins.teacher_placement import place_teacher
+    from ...plugins.transformers.teacher_placement import place_teacher
 
     partitioned = any(hasattr(parameter, "ds_id") for parameter in teacher.parameters())
     return place_teacher(

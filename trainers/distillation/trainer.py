@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
-from ...plugins.whole_sequence import gradients_are_added_over_a_sequence
+from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
 from .batch import EXTRA_COLUMNS, DistillationBatch, accepted, global_weight, split_batch
 from .config import DistillationConfig, OnPolicy
 from .head_forward import replaced_forward

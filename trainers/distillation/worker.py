@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...plugins.transformers import prepare_model_directory_save, save_model_directory
+from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..launched.ranks import (
     collator,
     end_rank,

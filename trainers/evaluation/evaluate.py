@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ...ds_configs.specs.units import gigabytes
-from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks
+from ...plugins.lm_eval.tasks import TaskRequest, TaskScore, run_tasks
 from .estimates import exponential, token_mean
 from .inputs import Notify, checked_subjects, chosen_seq_len, default_device, shared_tokenizer
 from .loading import Subject, load_subject, local_directory

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.lm_eval import task_faults
+from ...plugins.lm_eval.tasks import task_faults
 from .loading import Subject, has_tokenizer, read_subject, subject_tokenizer, tokenizer_difference
 from .text_windows import TextRequest, TextWindows, number_faults
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
-from ...plugins.hub import ModelSource, read_model_source
+from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
 from ..text import TOKENIZER_FILES, load_tokenizer
 from .stored_sizes import SMALL_FORMAT

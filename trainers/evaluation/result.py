@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...plugins.lm_eval import TaskScore
+from ...plugins.lm_eval.tasks import TaskScore
 from .estimates import Estimate
 from .speed import Speed
 from .stored_sizes import StoredSizes

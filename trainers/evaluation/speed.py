@@ -112,7 +112,7 @@ def _peak_bytes(model: Any, read: Callable[[], Any]) -> tuple[int, int]:
         before = torch.cuda.memory_allocated(model.device)
         read()
         return weights + torch.cuda.max_memory_allocated(model.device) - before, weights
-    from ...plugins.byte_meter import ByteMeter
+    from ...plugins.metering.byte_meter import ByteMeter
 
     with ByteMeter() as meter:
         meter.label(kept, "weights")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
-from ...plugins.output_heads import output_head
+from ...plugins.transformers.output_heads import output_head
 from ..datasets.chat import IGNORED_LABEL
 from ..datasets.samples import collate
 from ..distillation.head_forward import captured_head_input

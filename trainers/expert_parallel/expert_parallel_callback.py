@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins import auto_ep
-from ...plugins.auto_ep_checkpoint import Shapes, whole_shapes, whole_state_dict
-from ...plugins.transformers import deepspeed_configuration
+from ...plugins.deepspeed import auto_ep
+from ...plugins.deepspeed.auto_ep_checkpoint import Shapes, whole_shapes, whole_state_dict
+from ...plugins.transformers.training_arguments import deepspeed_configuration
 from .balance import balance_loss_share
 from .router_watch import RouterWatch
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
-from ...plugins.models import LoadedModel, load_model
-from ...plugins.planning import read_hardware
+from ...plugins.planning.from_names import read_hardware
+from ...plugins.planning.models import LoadedModel, load_model
 from ..datasets.samples import Samples, load_samples
 from .settings import LaunchedSettings, is_without
 

@@ -13,7 +13,7 @@ from ...ds_configs.plan.launch import launch_arguments
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import training_arguments as planned_arguments
 from ...ds_configs.specs.errors import ShardwrightError
-from ...plugins.launching import LaunchFailedError, at_free_port, python_arguments, run
+from ...plugins.launching.launch import LaunchFailedError, at_free_port, python_arguments, run
 from ..datasets.samples import Samples
 from .inputs import Notify, evaluation_batch_size
 from .ranks import FAILURE, PROGRESS
@@ -30,7 +30,7 @@ def compile_operators(plan: Plan, notify: Notify) -> None:
     strategy = plan.chosen.strategy
     if strategy.engine != "deepspeed" or plan.hardware.gpu != "CPU":
         return
-    from ...plugins.compiled_operators import needed_operators, prepare_operators
+    from ...plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
 
     devices = strategy.offload_optimizer, strategy.offload_param
     operators = needed_operators(

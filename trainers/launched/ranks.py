@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...ds_configs.specs.errors import ShardwrightError
-from ...plugins.accelerate import Engine, configure_cpu_ranks
-from ...plugins.deepspeed import prepare_nvme_offload
-from ...plugins.peft import add_lora
-from ...plugins.transformers import (
+from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks
+from ...plugins.deepspeed.engine import prepare_nvme_offload
+from ...plugins.peft.lora import add_lora
+from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
     training_arguments,
     warn_of_zero0_in_16_bit,
@@ -75,7 +75,7 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, arguments:
     """Return a frozen teacher where the plan wants it, in the type that is computed with."""
     import torch
 
-    from ...plugins.teacher_placement import load_teacher
+    from ...plugins.transformers.teacher_placement import load_teacher
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
     return load_teacher(

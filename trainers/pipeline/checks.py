@@ -7,9 +7,9 @@ from typing import Any
 
 from ...ds_configs.legality.pipeline import batch_faults, pipeline_faults
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.pipeline_engine import set_global_batch, written_global_batch
-from ...plugins.pipeline_tensor_parallel import ENGINE_SECTION
-from ...plugins.transformers import deepspeed_configuration
+from ...plugins.deepspeed_pipeline.engine import set_global_batch, written_global_batch
+from ...plugins.deepspeed_pipeline.tensor_parallel import ENGINE_SECTION
+from ...plugins.transformers.training_arguments import deepspeed_configuration
 
 
 def check_pipeline(

@@ -99,7 +99,7 @@ def for_stages(
         batch: Tensors [B, S] by name.
         loss_factor: What the last stage multiplies the summed cross-entropy by, a float32 scalar.
     """
-    from ...plugins.pipeline_stage import stage_inputs
+    from ...plugins.deepspeed_pipeline.stage import stage_inputs
 
     inputs = stage_inputs(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
     return inputs, (batch["labels"], loss_factor)

@@ -10,7 +10,7 @@ from ...ds_configs.memory.pipeline_stages import pipeline_stages
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.stages import PipelineStage
-from ...plugins.meta_model import model_spec_from_meta
+from ...plugins.transformers.meta_model import model_spec_from_meta
 
 LONGEST_SEQUENCE_TOKENS = 4096
 """Sequence that stages are balanced for, where the model takes as long a one."""

@@ -15,8 +15,8 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.stages import PipelineStage, partition_faults
-from ...plugins.pipeline_checkpoint import check_cut, save_cut, save_pipeline_checkpoint
-from ...plugins.pipeline_engine import (
+from ...plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
+from ...plugins.deepspeed_pipeline.engine import (
     ShapeWatch,
     evaluation_engine,
     free_logits_early,
@@ -27,8 +27,8 @@ from ...plugins.pipeline_engine import (
     summed_loss,
     written_global_batch,
 )
-from ...plugins.pipeline_module import build_pipeline_module
-from ...plugins.transformers import deepspeed_configuration, weights_dtype
+from ...plugins.deepspeed_pipeline.module import build_pipeline_module
+from ...plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
 from ..notes import note
 from .checks import check_pipeline, configuration_in_use, engine_faults, global_batch_faults, length_faults
 from .evaluation import own_samples

@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.deepspeed import share_with_zero3
+from ...plugins.deepspeed.engine import share_with_zero3
 from ..notes import note
 from .attach import Attachment, attach, attachment_of
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up

@@ -16,8 +16,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
-from ...plugins.byte_meter import AcceleratorMeter, ByteMeter, start_meter
 from ...plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+from ...plugins.metering.byte_meter import AcceleratorMeter, ByteMeter, start_meter
 from ..datasets.samples import collate
 from ..distillation.config import DistillationConfig
 from ..evaluation.loading import load_subject, read_subject

@@ -17,7 +17,7 @@ from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.mixtures import expert_scheme
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault
-from ...plugins.compressed_tensors import StoredLayer
+from ...plugins.compressed_tensors.codes import StoredLayer
 from .grouped_linear import GroupedRounding, grouped_fake_quantized_linear
 from .layers import LayerQuantizer
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ...plugins.checkpoint_model import model_class
-from ...plugins.gathering import first_rank, training_device
+from ...plugins.deepspeed.gathering import first_rank, training_device
+from ...plugins.transformers.checkpoint_model import model_class
 from ..model_directory import appearing_directory, output_faults
 from ..quantization.verify import Verification, fail_output
 from .attach import Attachment

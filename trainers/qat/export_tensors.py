@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
-from ...plugins.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
-from ...plugins.compressed_tensors import StoredLayer, pack_tensors
-from ...plugins.gathering import gathered_parameters, training_device
+from ...plugins.compressed_tensors.codes import StoredLayer, pack_tensors
+from ...plugins.deepspeed.gathering import gathered_parameters, training_device
 from ...plugins.llm_compressor.experts import router_modules
+from ...plugins.transformers.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
 from .attach import Attachment, checkpoint_name
 from .experts import expert_linear_layers, is_fused_experts
 from .fake_quantized_linear import merged_weight

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.quantization.layers import LinearLayer
-from ...plugins.checkpoint_model import empty_model, model_class, plain_linear
-from ...plugins.compressed_layout import layout_faults
-from ...plugins.compressed_tensors import StoredLayer, dequantize, unpack_tensors
+from ...plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack_tensors
+from ...plugins.compressed_tensors.layout import layout_faults
+from ...plugins.transformers.checkpoint_model import empty_model, model_class, plain_linear
 from ..quantization.verify import UNPROVEN, ReferenceLogits, Verification, reference_logits, verify_checkpoint
 from .attach import Attachment
 from .experts import fake_quantize_experts, is_fused_experts
@@ -204,7 +204,7 @@ def _load(model: Any, dense: Mapping[str, Tensor]) -> None:
 
 
 def _round_cache(model: Any, root: Any, state: QuantizationState) -> None:
-    from ...plugins.quantized_cache import change_keys_and_values
+    from ...plugins.compressed_tensors.quantized_cache import change_keys_and_values
 
     for name, module in root.named_modules():
         quantizer = getattr(module, "cache_quantizer", None)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ...ds_configs.quantization.scheme import ActivationQuantization
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.compressed_tensors import code_range, range_scale_and_zero_point
-from ...plugins.quantized_cache import float8_scale
-from ...plugins.recomputation import in_backward_pass
+from ...plugins.accelerate.recomputation import in_backward_pass
+from ...plugins.compressed_tensors.codes import code_range, range_scale_and_zero_point
+from ...plugins.compressed_tensors.quantized_cache import float8_scale
 from .observers import METHODS, ObserverMethod, RangeObserver, Reduction, close_step, observer_of
 from .range_files import load_ranges as load_ranges
 from .range_files import save_ranges as save_ranges

@@ -11,10 +11,10 @@ from ...ds_configs.quantization.layers import LinearLayer, scheme_remarks
 from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
-from ...plugins.meta_model import build_meta_model
-from ...plugins.models import load_model
-from ...plugins.peft import add_lora
-from ...plugins.planning import plan as make_plan
+from ...plugins.peft.lora import add_lora
+from ...plugins.planning.from_names import plan as make_plan
+from ...plugins.planning.models import load_model
+from ...plugins.transformers.meta_model import build_meta_model
 from ..datasets.samples import Samples
 from ..launched.inputs import (
     Notify,

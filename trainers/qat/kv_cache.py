@@ -1,8 +1,8 @@
 """Keys and values of the cache in 8 bits while a model trains: rounded before attention, straight-through gradients.
 
 The numbers, and how they come into Transformers' attention without changing a model, are in
-`plugins/quantized_cache.py`. Gradients pass where a value lies inside of the stored range, up to half a step beyond the
-last code, and are zero outside, as for inputs of linear layers.
+`plugins/compressed_tensors/quantized_cache.py`. Gradients pass where a value lies inside of the stored range, up to
+half a step beyond the last code, and are zero outside, as for inputs of linear layers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.quantization.scheme import ActivationQuantization
 from ...ds_configs.specs.errors import Fault
-from ...plugins.compressed_tensors import code_range
-from ...plugins.quantized_cache import (
+from ...plugins.compressed_tensors.codes import code_range
+from ...plugins.compressed_tensors.quantized_cache import (
     LARGEST_FLOAT8,
     asks_for_attention,
     cached_attention_modules,

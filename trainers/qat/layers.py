@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...ds_configs.quantization.scheme import QuantizationScheme
-from ...plugins.compressed_tensors import StoredLayer
+from ...plugins.compressed_tensors.codes import StoredLayer
 from .fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
 from .rounding import WeightRounding, WeightRule, round_weight, stored_scale, stored_zero_point
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...plugins.compressed_tensors import code_range, weight_scale_and_zero_point
+from ...plugins.compressed_tensors.codes import code_range, weight_scale_and_zero_point
 from .layers import INPUT_SCALE, INPUT_ZERO_POINT, WEIGHT_SCALE, WEIGHT_ZERO_POINT, LayerQuantizer
 from .lora import is_lora_linear
 from .rounding import sharing

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault
-from ...plugins.compressed_tensors import StoredLayer
+from ...plugins.compressed_tensors.codes import StoredLayer
 from .fake_quantized_linear import LinearTensors, fake_quantized_linear, merged_weight
 from .layers import LEARNED, LayerQuantizer, observe_inputs, rounding_tensors, stored_from
 

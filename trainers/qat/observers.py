@@ -6,7 +6,7 @@ nor their order change the result.
 
     minmax               low = least of all steps                             high likewise
     moving_average       low ← low + 0.01 · (least of the step - low)         from the first step on
-    percentile, l2, kl   searched on a histogram of all steps                 `plugins/activation_ranges.py`
+    percentile, l2, kl   searched on a histogram of all steps                 `plugins/activations/ranges.py`
 
 The constant is the default of `MovingAverageMinMaxObserver` in torch.ao (torch 2.13), which averages batches; here a
 batch is all that a step saw. Searching takes tens of milliseconds a layer, so histograms are searched after steps 1, 2,
@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from ...ds_configs.quantization.scheme import ActivationQuantization, RangeMethod
-from ...plugins.activation_histogram import ActivationHistogram
-from ...plugins.activation_ranges import activation_range
+from ...plugins.activations.histogram import ActivationHistogram
+from ...plugins.activations.ranges import activation_range
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """What a weight and its inputs become in a forward pass, and how gradients pass; pure functions of tensors.
 
-The numbers are those of `plugins/compressed_tensors.py`, which post-training quantization uses too: a scale in the type
-that the checkpoint stores, codes from it, and ``w' = (code - zero_point) · scale`` in that type. What a loader computes
+The numbers are those of `plugins/compressed_tensors/codes.py`, which post-training quantization uses too: a scale in the
+type that the checkpoint stores, codes from it, and ``w' = (code - zero_point) · scale`` in that type. What a loader computes
 from the packed codes is therefore w' to the bit.
 
 Gradients, with ``v = w / s + z`` and ``q = round(clamp(v))``:
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
-from ...plugins.compressed_tensors import (
+from ...plugins.compressed_tensors.codes import (
     activation_levels,
     activation_scale_and_zero_point,
     code_range,

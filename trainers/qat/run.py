@@ -79,7 +79,7 @@ def calibrate(prepared: Prepared, file: Path, notify: Notify) -> None:
     """
     import torch
 
-    from ...plugins.peft import add_lora
+    from ...plugins.peft.lora import add_lora
     from ..train_causal_lm import load_config, load_model
     from .attach import attach
     from .input_ranges import calibrate_inputs, save_ranges

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault
-from ...plugins.accelerate import engine_from_environment
+from ...plugins.accelerate.cpu_ranks import engine_from_environment
 
 if TYPE_CHECKING:
     from .attach import Attachment
@@ -30,7 +30,7 @@ def training_faults(attachment: Attachment, arguments: Any, steps: int, optimize
 
 def first_rank_loading_faults() -> list[Fault]:
     """Return the fault of a calibration on ranks whose weights have not come from the first one yet."""
-    from ...plugins.whole_loading import loads_on_first_rank
+    from ...plugins.transformers.whole_loading import loads_on_first_rank
 
     if not loads_on_first_rank():
         return []

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...ds_configs.quantization.methods import METHODS
 from ...plugins.llm_compressor.loading import load_for_quantization
-from ...plugins.quantized_model import QuantizedModel, ReportProgress
+from ...plugins.transformers.quantized_model import QuantizedModel, ReportProgress
 from .inputs import Prepared
 
 
@@ -35,7 +35,7 @@ def quantize_in_memory(
     """
     engine = METHODS[prepared.resolved.method].engine
     if engine == "bitsandbytes":
-        from ...plugins.bitsandbytes_checkpoint import quantize_with_bitsandbytes
+        from ...plugins.bitsandbytes.checkpoint import quantize_with_bitsandbytes
 
         return quantize_with_bitsandbytes(
             prepared.source.directory,
@@ -73,7 +73,7 @@ def _llm_compressor(prepared: Prepared, model: Any, journal: Path | None, report
 
 
 def _auto_round(prepared: Prepared, model: Any, report: ReportProgress) -> QuantizedModel:
-    from ...plugins.auto_round import quantize_with_auto_round
+    from ...plugins.auto_round.engine import quantize_with_auto_round
 
     settings = prepared.settings
     return quantize_with_auto_round(

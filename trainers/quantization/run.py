@@ -16,7 +16,7 @@ from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.llm_compressor.experts import restore_expert_names
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.quantized_model import ReportProgress
+from ...plugins.transformers.quantized_model import ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
 from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows

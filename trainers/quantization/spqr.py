@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.quantized_model import ReportProgress
+from ...plugins.transformers.quantized_model import ReportProgress
 from .low_rank_residual import LowRankOptions, low_rank_residual
 from .spqr_format import DESCRIPTION, SmallMatrix, load_small_format, save_small_format
 from .spqr_matrix import SpQROptions, spqr_quantize

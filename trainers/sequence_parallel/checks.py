@@ -13,8 +13,8 @@ from ...ds_configs.legality.sequence import (
     sequence_parallel_faults,
 )
 from ...ds_configs.specs.errors import Fault
-from ...plugins.deepspeed import train_batch_size
-from ...plugins.transformers import deepspeed_configuration
+from ...plugins.deepspeed.engine import train_batch_size
+from ...plugins.transformers.training_arguments import deepspeed_configuration
 
 
 def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deepspeed") -> list[Fault]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...ds_configs.legality.context import context_parallel_faults
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.accelerate import engine_from_environment
-from ...plugins.ring_attention_cpu import enable_cpu_ring_attention
+from ...plugins.accelerate.cpu_ranks import engine_from_environment
+from ...plugins.accelerate.ring_attention_cpu import enable_cpu_ring_attention
 from .checks import attention_window, base_model, parallelism_faults, reading_faults, rotation
 from .shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
 

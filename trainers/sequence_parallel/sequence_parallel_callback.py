@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.deepspeed import accept_train_batch_size
-from ...plugins.tiled_compute import share_tiled_mlps, tile_mlps, untile_mlps
-from ...plugins.ulysses import SharedSequence, forget_sequence_parallelism
+from ...plugins.deepspeed.engine import accept_train_batch_size
+from ...plugins.deepspeed.tiled_compute import share_tiled_mlps, tile_mlps, untile_mlps
+from ...plugins.deepspeed.ulysses import SharedSequence, forget_sequence_parallelism
 from .checks import argument_faults, base_model, model_faults
 from .tiling import TiledLoss, tile_count, tiling_faults
 from .trainer_methods import LossReduction, SequenceParallelMethods, SequenceParallelRun

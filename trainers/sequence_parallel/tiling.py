@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault
-from ...plugins.tiled_compute import has_dropout, mlps, tiled_cross_entropy
+from ...plugins.deepspeed.tiled_compute import has_dropout, mlps, tiled_cross_entropy
 from ..distillation.head_forward import HeadReplacement
 from .checks import base_model
 from .shards import Shard

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.legality.sequence import attention_faults, sample_faults
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.ulysses import SharedSequence
-from ...plugins.whole_sequence import gradients_are_added_over_a_sequence
+from ...plugins.deepspeed.ulysses import SharedSequence
+from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
 from .shards import (
     LABELS,
     SHIFT_LABELS,

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.parameter_edit import WeightEditor, edit_faults
+from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
 from .targets import fused_experts_remark, target_layers
 
 if TYPE_CHECKING:

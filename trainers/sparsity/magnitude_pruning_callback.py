@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.parameter_edit import WeightEditor, edit_faults
+from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
 from .mask_file import FILE_NAME, load_masks, save_masks
 from .masks import Pattern, chosen, magnitudes, packed_mask, set_to_zero, smallest, unpacked_mask
 from .schedule import PruningSchedule

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from ...ds_configs.legality.tensor import tensor_parallel_faults
 from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.auto_tp import (
+from ...plugins.deepspeed.auto_tp import (
     align_random_state,
     forget_tensor_parallel,
     gather_vocabulary,
@@ -20,9 +20,9 @@ from ...plugins.auto_tp import (
     tensor_parallel_section,
     unpartitioned_layers,
 )
-from ...plugins.deepspeed import accept_train_batch_size, train_batch_size
-from ...plugins.tensor_parallel_batches import GroupsOnce
-from ...plugins.transformers import deepspeed_configuration
+from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
+from ...plugins.deepspeed.tensor_parallel_batches import GroupsOnce
+from ...plugins.transformers.training_arguments import deepspeed_configuration
 from .checks import layout_faults, section_faults, trainer_faults
 
 _WHERE = "tensor_parallel_size"

@@ -1,0 +1,1 @@
+"""Accelerate on ranks without an accelerator: enter by `cpu_ranks.py`."""

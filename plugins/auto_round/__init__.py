@@ -1,0 +1,1 @@
+"""AutoRound behind one adapter: `engine.py`."""

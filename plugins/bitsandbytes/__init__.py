@@ -1,0 +1,1 @@
+"""bitsandbytes behind one adapter: `checkpoint.py`."""

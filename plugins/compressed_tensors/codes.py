@@ -1,0 +1,311 @@
+"""Integer codes, scales and zero points, as compressed-tensors 0.19.0 computes and stores them.
+
+A code is an integer in [-2^(b-1), 2^(b-1) - 1], b bits; `low` and `high` are the ends of a range that holds 0:
+
+    symmetric     scale = max(|low|, |high|) / ((2^b - 1) / 2)       code = round(clamp(x / scale))
+    asymmetric    scale = (high - low) / (2^b - 1)                   code = round(clamp(x / scale + zero_point))
+                  zero_point = round(clamp(-2^(b-1) - low / scale))
+    both          x' = (code - zero_point) · scale
+
+Halves round to even. Source: `quantization/utils/helpers.py` (`calculate_qparams`), `quantization/lifecycle/
+forward_helpers.py` (`_quantize`, `_dequantize`).
+
+The type in which upstream computes decides about codes at a half: `x / scale` happens in the wider type of both, and
+`x'` in the type of the scale, which is the one that the checkpoint holds. A bf16 weight therefore gives other codes
+than the same numbers in fp32; convert the weight first to divide in fp32. Every function here is of plain operations
+that leave their arguments alone, so that gradients pass through all but the rounding, which a caller may replace.
+
+Shapes: O output channels, I input channels, G = I / group size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.quantization.config_json import config_group
+from ...ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, WeightQuantization
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rounding = Callable[["Tensor"], "Tensor"]
+"""Takes numbers inside the range of codes to integers of the same type."""
+
+
+def code_range(bits: int) -> tuple[int, int]:
+    """Return the least and the largest code.
+
+    >>> code_range(4)
+    (-8, 7)
+    """
+    return -(1 << bits - 1), (1 << bits - 1) - 1
+
+
+def range_scale_and_zero_point(
+    low: Tensor, high: Tensor, *, bits: int, symmetric: bool, stored_dtype: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scale, in the type that is stored, and the int8 zero point of ranges.
+
+    The scale is rounded to the stored type before anything is computed from it; where that leaves 0, it becomes the
+    type's epsilon, as upstream's does.
+
+    Args:
+        low: Least value of each range, any shape; 0 is added to the range.
+        high: Largest value.
+        bits: Bits of a code.
+        symmetric: Without a zero point.
+        stored_dtype: Type of scales in the checkpoint.
+    """
+    import torch
+
+    least, largest = code_range(bits)
+    zero = torch.zeros_like(low)
+    low, high = torch.minimum(low, zero), torch.maximum(high, zero)
+    steps = float(largest - least)
+    scale = torch.maximum(low.abs(), high.abs()) / (steps / 2) if symmetric else (high - low) / steps
+    scale = scale.to(stored_dtype)
+    scale = torch.where(scale == 0, torch.full_like(scale, torch.finfo(scale.dtype).eps), scale)
+    if symmetric:
+        return scale, None
+    zero_point = torch.round(torch.clamp(least - low / scale, least, largest))
+    # Upstream divides 0 by 0 for a range of zeros alone, and its NaN becomes the integer 0.
+    zero_point = torch.where(low == high, torch.zeros_like(zero_point), zero_point)
+    return scale, zero_point.to(torch.int8)
+
+
+def weight_scale_and_zero_point(
+    weight: Tensor, quantization: WeightQuantization, stored_dtype: Any | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return scales and zero points of a weight, from the least and largest number of what shares them.
+
+    Args:
+        weight: [O, I].
+        quantization: Integers by tensor, channel or group.
+        stored_dtype: Type of scales in the checkpoint; `None` for the weight's own.
+
+    Returns:
+        Two tensors of shape [1] by tensor, [O, 1] by channel, [O, G] by group; the zero point is `None` if symmetric.
+    """
+    import torch
+
+    _check_integers(quantization.number_type)
+    if quantization.strategy == "tensor":
+        low, high = (end.reshape(1) for end in torch.aminmax(weight))
+    else:
+        shared = _by_group(weight, quantization)
+        low, high = shared.amin(dim=-1), shared.amax(dim=-1)
+    return range_scale_and_zero_point(
+        low,
+        high,
+        bits=quantization.bits,
+        symmetric=quantization.symmetric,
+        stored_dtype=weight.dtype if stored_dtype is None else stored_dtype,
+    )
+
+
+def weight_levels(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quantization: WeightQuantization,
+    *,
+    rounding: Rounding | None = None,
+) -> Tensor:
+    """Return the codes of a weight [O, I] as floats, through which gradients can pass if `rounding` lets them.
+
+    Args:
+        weight: [O, I].
+        scale: As `weight_scale_and_zero_point` returns it.
+        zero_point: Likewise.
+        quantization: Integers by tensor, channel or group.
+        rounding: Stands in for `torch.round`, such as one with a straight-through gradient.
+    """
+    if quantization.strategy == "tensor":
+        return _levels(weight, scale, zero_point, quantization.bits, rounding)
+    shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
+    shared = _by_group(weight, quantization)
+    return _levels(shared, scale.unsqueeze(-1), shared_zero, quantization.bits, rounding).flatten(-2)
+
+
+def weight_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
+    """Return the int8 codes of a weight [O, I]."""
+    import torch
+
+    return weight_levels(weight, scale, zero_point, quantization).to(torch.int8)
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
+    """Return the weight [O, I] that codes stand for, in the type of the scale; it is what loading yields."""
+    if quantization.strategy == "tensor":
+        return _values(codes, scale, zero_point)
+    shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
+    return _values(_by_group(codes, quantization), scale.unsqueeze(-1), shared_zero).flatten(-2)
+
+
+def activation_scale_and_zero_point(
+    values: Tensor, quantization: ActivationQuantization
+) -> tuple[Tensor, Tensor | None]:
+    """Return scales and zero points that activations [..., I] get while a model runs.
+
+    One for each token, [..., 1]. Inputs of two dimensions share a single one, [1]: upstream takes the first two
+    dimensions for batch and sequence (`compute_dynamic_scales_and_zp` of 0.19.0).
+    """
+    import torch
+
+    _check_integers(quantization.number_type)
+    if values.ndim <= 2:
+        low, high = (end.reshape(1) for end in torch.aminmax(values))
+    else:
+        over = tuple(range(2, values.ndim))
+        low, high = values.amin(dim=over, keepdim=True), values.amax(dim=over, keepdim=True)
+    return range_scale_and_zero_point(
+        low, high, bits=quantization.bits, symmetric=quantization.symmetric, stored_dtype=values.dtype
+    )
+
+
+def activation_levels(
+    values: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    quantization: ActivationQuantization,
+    *,
+    rounding: Rounding | None = None,
+) -> Tensor:
+    """Return the codes of activations [..., I] as floats, with scales that fit their shape."""
+    return _levels(values, scale, zero_point, quantization.bits, rounding)
+
+
+def dequantize_activations(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    """Return the activations that codes stand for, in the type of the scale."""
+    return _values(codes, scale, zero_point)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLayer:
+    """What a checkpoint holds of one quantized linear layer."""
+
+    codes: Any
+    """int8 [O, I]."""
+    scale: Any
+    """Of the weight, in the type of the model."""
+    zero_point: Any | None
+    """int8, of the shape of the scale; `None` if symmetric."""
+    input_scale: Any | None = None
+    """[1]; `None` unless ranges of activations are stored."""
+    input_zero_point: Any | None = None
+    """int8 [1]; `None` unless they are asymmetric."""
+
+
+def pack_tensors(
+    layer_name: str,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: QuantizationScheme,
+    input_scale: Tensor | None = None,
+    input_zero_point: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return the tensors of one layer as a checkpoint stores them.
+
+    Args:
+        layer_name: Name of the layer in the checkpoint.
+        codes: int8 [O, I].
+        scale: Of the weight, in the type that is stored.
+        zero_point: int8, of the scale's shape; must be `None` exactly if the scheme is symmetric.
+        scheme: Of format `pack-quantized` or `int-quantized`.
+        input_scale: Of the layer's inputs, any shape of one element; needed if the scheme stores ranges.
+        input_zero_point: Likewise, if they are asymmetric.
+    """
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    weights = scheme.weights
+    assert (zero_point is None) == weights.symmetric, "zero points belong to asymmetric weights alone"
+    assert (input_scale is not None) == scheme.activations_are_static, "input scales belong to stored ranges alone"
+    if scheme.format == "pack-quantized":
+        parts = {
+            "weight_packed": pack_to_int32(codes, weights.bits).contiguous(),
+            "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
+        }
+        if zero_point is not None and weights.strategy != "tensor":
+            zero_point = pack_to_int32(zero_point, weights.bits, packed_dim=0)
+    else:
+        assert scheme.format == "int-quantized", f"{scheme.format} holds no integer codes"
+        parts = {"weight": codes.contiguous()}
+    parts["weight_scale"] = scale.contiguous()
+    if zero_point is not None:
+        parts["weight_zero_point"] = zero_point.contiguous()
+    if input_scale is not None:
+        parts["input_scale"] = input_scale.reshape(1).contiguous()
+    if input_zero_point is not None:
+        parts["input_zero_point"] = input_zero_point.reshape(1).to(torch.int8).contiguous()
+    return {f"{layer_name}.{part}": tensor for part, tensor in parts.items()}
+
+
+def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: QuantizationScheme) -> StoredLayer:
+    """Return codes, scales and zero points of one layer from the tensors of a checkpoint.
+
+    Raises:
+        KeyError: a tensor that the scheme demands is not there.
+    """
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    weights, activations = scheme.weights, scheme.activations
+    scale = tensors[f"{layer_name}.weight_scale"]
+    zero_point = None if weights.symmetric else tensors[f"{layer_name}.weight_zero_point"]
+    if scheme.format == "pack-quantized":
+        shape = torch.Size(tensors[f"{layer_name}.weight_shape"].tolist())
+        codes = unpack_from_int32(tensors[f"{layer_name}.weight_packed"], weights.bits, shape)
+        if zero_point is not None and weights.strategy != "tensor":
+            zero_shape = torch.Size((shape[0], scale.shape[-1]))
+            zero_point = unpack_from_int32(zero_point, weights.bits, zero_shape, packed_dim=0)
+    else:
+        assert scheme.format == "int-quantized", f"{scheme.format} holds no integer codes"
+        codes = tensors[f"{layer_name}.weight"]
+    static = activations is not None and scheme.activations_are_static
+    asymmetric = static and activations is not None and not activations.symmetric
+    return StoredLayer(
+        codes=codes,
+        scale=scale,
+        zero_point=zero_point,
+        input_scale=tensors[f"{layer_name}.input_scale"] if static else None,
+        input_zero_point=tensors[f"{layer_name}.input_zero_point"] if asymmetric else None,
+    )
+
+
+def to_upstream(scheme: QuantizationScheme) -> Any:
+    """Return the `QuantizationScheme` of compressed-tensors that says the same."""
+    from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
+
+    return UpstreamScheme.model_validate(config_group(scheme))
+
+
+def _levels(values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, rounding: Rounding | None) -> Tensor:
+    import torch
+
+    scaled = values / scale
+    if zero_point is not None:
+        scaled = scaled + zero_point.to(values.dtype)
+    return (rounding or torch.round)(torch.clamp(scaled, *code_range(bits)))
+
+
+def _values(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    levels = codes.to(scale.dtype)
+    if zero_point is not None:
+        levels = levels - zero_point.to(scale.dtype)
+    return levels * scale
+
+
+def _by_group(weight: Tensor, quantization: WeightQuantization) -> Tensor:
+    """Return [O, G, group size]; a channel is one group as long as its row."""
+    columns = weight.shape[-1]
+    size = columns if quantization.strategy == "channel" else quantization.group_size
+    assert size is not None and columns % size == 0, f"groups of {size} do not divide {columns} input channels"
+    return weight.unflatten(-1, (columns // size, size))
+
+
+def _check_integers(number_type: str) -> None:
+    assert number_type == "int", f"{number_type} numbers have no integer codes"

@@ -1,0 +1,1 @@
+"""DeepSpeed under the Trainer: operators, offload, AutoTP, AutoEP, Ulysses, and parameters wherever it keeps them."""

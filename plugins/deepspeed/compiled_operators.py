@@ -1,0 +1,126 @@
+"""DeepSpeed's CPU operators: compiled before ranks wait for them, and locks that a killed compilation left are found.
+
+Seen with deepspeed 0.19.8 and torch 2.13.0: operators are compiled at first use, for 1 to 3 minutes, into
+`TORCH_EXTENSIONS_DIR`. torch creates `<operator>/lock` meanwhile (torch/utils/file_baton.py) and holds it open; a
+compilation that is killed leaves it behind, and every later one waits for it without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...ds_configs.specs.errors import ShardwrightError
+from ..launching.launch import LaunchFailedError, run
+
+COMPILE_TIMEOUT_SECONDS = 900.0
+BUILDERS: Mapping[str, str] = {
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+"""DeepSpeed's builder of each operator that CPU ranks may load."""
+_BUILT_ALONG: Mapping[str, tuple[str, ...]] = {"async_io": ("pin_memory",)}
+"""Operators that another one's builder compiles first, seen with deepspeed 0.19.8 (`op_builder/async_io.py`)."""
+
+_COMPILE = """
+import sys
+from deepspeed.accelerator import get_accelerator
+for builder in sys.argv[1:]:
+    get_accelerator().create_op_builder(builder).load(verbose=False)
+"""
+
+
+class StaleLockError(ShardwrightError):
+    """A killed compilation left its lock, for which every later one would wait for ever."""
+
+    def __init__(self, locks: Sequence[Path]) -> None:
+        lines = [
+            f"{lock}: a killed compilation left this lock, and a launch would wait for it for ever; no process has it "
+            f"open (`fuser {lock}` prints nothing); delete it: rm {lock}"
+            for lock in locks
+        ]
+        super().__init__("\n".join(lines))
+        self.locks = tuple(locks)
+
+
+def needed_operators(*, offload_optimizer: bool, nvme: bool, optimizer: str) -> tuple[str, ...]:
+    """Return the operators that DeepSpeed loads on CPU ranks; `optimizer` is a name of the Trainer's `optim`."""
+    found = ["deepspeed_shm_comm"]
+    if offload_optimizer:
+        found.append("cpu_adagrad" if "adagrad" in optimizer else "cpu_lion" if "lion" in optimizer else "cpu_adam")
+    if nvme:
+        found.append("async_io")
+    return tuple(found)
+
+
+def prepare_operators(operators: Sequence[str], *, notify: Callable[[str], None] | None = None) -> None:
+    """Compile what is not compiled yet, so that launches with short limits do not wait for it.
+
+    Raises:
+        StaleLockError: a killed compilation left its lock.
+        ShardwrightError: the compilation fails.
+    """
+    directory = extensions_directory()
+    locks = stale_locks(directory, operators)
+    if locks:
+        raise StaleLockError(locks)
+    missing = [name for name in operators if not is_compiled(directory, name)]
+    if not missing:
+        return
+    if notify is not None:
+        notify(f"compiling DeepSpeed's CPU operators ({', '.join(missing)}), once, 1-3 minutes")
+    try:
+        run(["-c", _COMPILE, *(BUILDERS[name] for name in missing)], timeout_seconds=COMPILE_TIMEOUT_SECONDS)
+    except LaunchFailedError as error:
+        raise ShardwrightError(f"DeepSpeed's operators {', '.join(missing)} do not compile: {error}") from None
+    finally:
+        # There was none before, and the compilation has ended: what an interrupted one left is its own.
+        for lock in stale_locks(directory, missing):
+            lock.unlink(missing_ok=True)
+
+
+def extensions_directory() -> Path:
+    """Return the directory below which torch keeps compiled extensions."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen:
+        return Path(chosen)
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(get_default_build_root())
+
+
+def stale_locks(directory: Path, operators: Sequence[str] = tuple(BUILDERS)) -> list[Path]:
+    """Return the `lock` files of DeepSpeed's operators below `directory` that no process has open."""
+    built = [part for name in operators for part in (name, *_BUILT_ALONG.get(name, ()))]
+    locks = [lock for name in built for lock in (*directory.glob(f"{name}/lock"), *directory.glob(f"*/{name}/lock"))]
+    return sorted(lock for lock in locks if not is_open_somewhere(lock))
+
+
+def is_open_somewhere(path: Path) -> bool:
+    """Tell whether a process may have `path` open, as torch has while it compiles; without /proc the answer is yes."""
+    target = str(path.resolve())
+    return not Path("/proc/self/fd").is_dir() or any(name == target for name in _open_files())
+
+
+def _open_files() -> Iterator[str]:
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            yield str(link.readlink())
+        except OSError:
+            continue
+
+
+def is_compiled(directory: Path, name: str) -> bool:
+    """Tell whether this Python's build of an operator is newer than the installed DeepSpeed."""
+    python = f"py{sys.version_info.major}{sys.version_info.minor}_*"
+    built = [*directory.glob(f"{name}/{name}.so"), *directory.glob(f"{python}/{name}/{name}.so")]
+    found = find_spec("deepspeed")
+    if found is None or found.origin is None:
+        return False
+    return any(file.stat().st_mtime > Path(found.origin).stat().st_mtime for file in built)

@@ -1,0 +1,1 @@
+"""Files of a Hub repository or a local path: `hub.py`."""

@@ -1,0 +1,216 @@
+"""Reads `config.json` and safetensors headers from a Hub repository or a local path; never weights, never code.
+
+Seen with huggingface_hub 1.33: `model_info` tells a gated, a missing and a private repository apart; a download by
+branch name lies under its commit in the cache, where offline mode finds it again, and that commit is what a plan pins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
+from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LARGEST_HEADER_BYTES = 100 * 2**20
+"""The limit of the safetensors format itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A validated model configuration and where it came from."""
+
+    name: str
+    """Hub id, or the absolute path of a local directory or file."""
+    revision: str | None
+    """Commit of a Hub repository; `None` for local paths."""
+    config: dict[str, Any]
+    """Contents of `config.json`."""
+    checkpoint_parameters: int | None
+    """Elements of all tensors in the safetensors headers; `None` when there are none to read."""
+
+
+def read_model_source(model: str, *, revision: str | None = None) -> ModelSource:
+    """Return the configuration of a Hub id, a local directory or a `config.json`.
+
+    Raises:
+        UsageError: nothing of that name exists.
+        RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
+        ShardwrightError: the Hub cannot be reached or denies access.
+    """
+    path = _existing_path(model)
+    if path is not None:
+        if revision is not None:
+            raise UsageError(Fault(where="revision", value=revision, rule="only a Hub model has revisions"))
+        return _read_local(path)
+    if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise UsageError(
+            Fault(where="model", value=model, rule="no such file or directory, and not a Hub id", fix="write ORG/NAME")
+        )
+    return _read_hub(model, revision)
+
+
+def _existing_path(model: str) -> Path | None:
+    """Return the local path that `model` names; `None` when there is none."""
+    if not model:
+        return None
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except OSError as error:
+        raise UsageError(Fault(where="model", value=model, rule=f"cannot be read ({error.strerror})")) from None
+    except (RuntimeError, ValueError):
+        # No home directory for `~`, or a character that no path holds.
+        return None
+
+
+def _read_local(path: Path) -> ModelSource:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        adapter = path.is_dir() and (path / "adapter_config.json").is_file()
+        fix = "it holds an adapter: give the base model" if adapter else "give a model directory or a config.json"
+        raise UsageError(Fault(where="model", value=str(path), rule="has no config.json", fix=fix))
+    try:
+        config = parse_config_json(_read_config(file), source=str(path))
+        count = _local_checkpoint_parameters(path) if path.is_dir() else None
+    except OSError as error:
+        where = error.filename or str(file)
+        raise UsageError(Fault(where=str(where), rule=f"cannot be read ({error.strerror})")) from None
+    return ModelSource(name=str(path.resolve()), revision=None, config=config, checkpoint_parameters=count)
+
+
+def _read_config(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(LARGEST_CONFIG_BYTES + 1)
+
+
+def _local_checkpoint_parameters(directory: Path) -> int | None:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RefusedInputError(Fault(where=str(index), rule=f"is not a safetensors index ({error!r})")) from None
+    elif (directory / "model.safetensors").is_file():
+        shards = ["model.safetensors"]
+    else:
+        return None
+    faults = [
+        Fault(where=str(index), value=shard, rule="must name a file of the same directory")
+        for shard in shards
+        if not isinstance(shard, str) or Path(shard).name != shard or not (directory / shard).is_file()
+    ]
+    if faults:
+        raise RefusedInputError(faults)
+    return sum(_header_elements(directory / shard) for shard in shards)
+
+
+def _header_elements(file: Path) -> int:
+    """Return the elements that a safetensors header lists; checks that the file is as long as it says."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEADER_BYTES, size - 8):
+                raise ValueError(f"header of {length} bytes in a file of {size}")
+            header = json.loads(stream.read(length))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+        if 8 + length + end != size:
+            raise ValueError(f"header promises {8 + length + end} bytes, the file has {size}")
+        return sum(_product(entry["shape"]) for entry in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise RefusedInputError(
+            Fault(where=str(file), rule=f"is not a whole safetensors file ({error})", fix="download it again")
+        ) from None
+
+
+def _product(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(f"a tensor of shape {shape}")
+        count *= size
+    return count
+
+
+def _read_hub(model: str, revision: str | None) -> ModelSource:
+    import httpx
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        if HF_HUB_OFFLINE:
+            file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
+            return _hub_source(model, _commit_of(Path(file)), Path(file), None)
+        sha = HfApi().model_info(model, revision=revision).sha
+        file = hf_hub_download(model, "config.json", revision=revision)
+        commit = _commit_of(Path(file)) or sha
+        return _hub_source(model, commit, Path(file), _hub_checkpoint_parameters(model, commit))
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
+        if isinstance(error, ShardwrightError):
+            raise
+        raise _explain_hub_error(model, revision, error) from None
+
+
+def _hub_source(model: str, commit: str | None, file: Path, count: int | None) -> ModelSource:
+    config = parse_config_json(_read_config(file), source=model)
+    return ModelSource(name=model, revision=commit, config=config, checkpoint_parameters=count)
+
+
+def _commit_of(cached: Path) -> str | None:
+    return next((part for part in cached.parts if _COMMIT.fullmatch(part)), None)
+
+
+def _hub_checkpoint_parameters(model: str, commit: str | None) -> int | None:
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        metadata = get_safetensors_metadata(model, revision=commit)
+        return sum(int(count) for count in metadata.parameter_count.values())
+    except NotASafetensorsRepoError:
+        return None
+    except (SafetensorsParsingError, KeyError, TypeError, AttributeError, JSONDecodeError) as error:
+        # huggingface_hub 1.33 checks that a header is JSON, but not what is in it, and its index not at all.
+        raise RefusedInputError(Fault(where=model, rule=f"has a corrupt safetensors header ({error!r})")) from None
+
+
+def _explain_hub_error(model: str, revision: str | None, error: Exception) -> ShardwrightError:
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = f"model = {model!r}"
+    if isinstance(error, GatedRepoError):
+        return ShardwrightError(f"{where}: the repository is gated; accept its terms on the Hub, then `hf auth login`")
+    if isinstance(error, LocalEntryNotFoundError) or "offline" in type(error).__name__.lower():
+        mode = "offline mode is on (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no connection to the Hub"
+        return ShardwrightError(f"{where}: {mode} and config.json is not cached; give a local directory or config.json")
+    if isinstance(error, RevisionNotFoundError):
+        return UsageError(Fault(where="revision", value=revision, rule=f"does not exist in {model}"))
+    if isinstance(error, EntryNotFoundError):
+        return UsageError(Fault(where="model", value=model, rule="the repository has no config.json"))
+    if isinstance(error, RepositoryNotFoundError):
+        return UsageError(
+            Fault(where="model", value=model, rule="no such path, and the Hub knows no such repository",
+                  fix="check the spelling; for a private one `hf auth login`")
+        )  # fmt: skip
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return ShardwrightError(f"{where}: the Hub answered {error.response.status_code}; try again later")
+    return ShardwrightError(
+        f"{where}: the Hub cannot be reached ({type(error).__name__}); give a local directory or config.json"
+    )

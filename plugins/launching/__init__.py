@@ -1,0 +1,1 @@
+"""Launchers and ranks that leave nothing behind: enter by `launch.py`."""

@@ -1,0 +1,318 @@
+"""Starts torchrun and accelerate launch with a hard time limit, and tells what the failing rank said.
+
+Seen with torch 2.13.0 and accelerate 1.15.0: torchrun puts every rank into a session of its own, out of reach of a
+signal to the launcher's group, and a launcher that is killed leaves its ranks running. Every process of a launch
+therefore carries a token in its environment, by which it is found and ended whatever became of its parents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ...ds_configs.specs.errors import ShardwrightError
+from .shared_memory import remove_abandoned_buffers, remove_buffers
+
+TAIL_CHARACTERS = 6000
+_POLL_SECONDS = 0.1
+_SET_PARENT_DEATH_SIGNAL = 1
+"""`PR_SET_PDEATHSIG` of Linux's prctl."""
+_OTHERS_END_SECONDS = 5.0
+"""What the other launchers of a job get to report, after one has failed: theirs may be the cause."""
+
+_TOKEN = "SHARDWRIGHT_LAUNCH_TOKEN"  # noqa: S105
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*")
+_LAUNCHER_ERRORS = ("ChildFailedError", "SignalException")
+_DEAD_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*: -(\d+) ")
+_LAUNCHERS: Mapping[str, tuple[str, ...]] = {
+    "accelerate": ("-m", "accelerate.commands.accelerate_cli"),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "python": (),
+}
+_OUTER_LAUNCH = re.compile(
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|LOCAL_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT)$"
+    r"|(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC|TORCHRUN)_"
+)
+"""Variables of an enclosing launch or job script, which would contradict this one's."""
+
+
+class LaunchFailedError(ShardwrightError):
+    """A launch ended with an error or ran out of time."""
+
+    def __init__(self, message: str, *, output: str, exit_code: int | None) -> None:
+        super().__init__(message)
+        self.output = output
+        """What all launchers and ranks printed."""
+        self.launcher_exit_code = exit_code
+        """Exit code of the launcher that failed first; `None` when it was stopped for time."""
+
+    @property
+    def dead_ranks(self) -> tuple[tuple[int, str], ...]:
+        """Ranks that a signal ended before the launcher ended the others, with the signal's name."""
+        return killed_ranks(self.output)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One launcher to start; several of them are the nodes of one job."""
+
+    arguments: tuple[str, ...]
+    """Arguments of `interpreter`, such as `-m torch.distributed.run ...`."""
+    environment: Mapping[str, str] | None = None
+    """Variables beside those of `cpu_rank_environment`."""
+    port: int | None = None
+    """Where its ranks meet, by which the shared memory that they leave is known; `None` where it starts none."""
+
+
+def interpreter() -> str:
+    """Return the Python of launchers, ranks and checking processes: torchrun's own `PYTHON_EXEC`, else this one."""
+    return os.environ.get("PYTHON_EXEC") or sys.executable
+
+
+def python_arguments(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments with which `interpreter` runs a command that starts with `accelerate` or `torchrun`.
+
+    >>> python_arguments(["torchrun", "script.py"])
+    ('-m', 'torch.distributed.run', 'script.py')
+    """
+    return (*_LAUNCHERS[command[0]], *command[1:])
+
+
+def at_free_port(command: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return a launch line with a port that is free, and the port; torchrun's `--standalone` finds one by itself.
+
+    >>> at_free_port(["torchrun", "--standalone", "script.py"])
+    (['torchrun', '--standalone', 'script.py'], None)
+    """
+    if command[0] != "accelerate":
+        return list(command), None
+    port = free_port()
+    return [*command[:2], "--main_process_port", str(port), *command[2:]], port
+
+
+def torchrun(
+    arguments: Sequence[str],
+    *,
+    ranks: int = 2,
+    timeout_seconds: float = 240.0,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a script or ``-m module`` on CPU ranks and return what it printed."""
+    port = free_port()
+    command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(port), *arguments]
+    return run(python_arguments(command), timeout_seconds=timeout_seconds, environment=environment, port=port)
+
+
+def accelerate_launch(
+    config_file: Path, module: str, arguments: Sequence[str], *, timeout_seconds: float = 240.0
+) -> str:
+    """Run ``accelerate launch --config_file config_file -m module`` and return what it printed."""
+    port = free_port()
+    launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(port)]
+    return run(python_arguments([*launcher, "-m", module, *arguments]), timeout_seconds=timeout_seconds, port=port)
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    timeout_seconds: float,
+    environment: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+    port: int | None = None,
+) -> str:
+    """Run `interpreter` with ``arguments``, hand over each line as it is printed, and leave nothing behind.
+
+    `port` is where ranks meet that DeepSpeed may give shared memory.
+
+    Raises:
+        LaunchFailedError: It failed, or it was stopped after ``timeout_seconds``; the message ends with the
+            traceback of the rank that failed first.
+    """
+    launch = Launch(arguments=tuple(arguments), environment=environment, port=port)
+    return run_together([launch], timeout_seconds=timeout_seconds, on_line=on_line)
+
+
+def run_together(
+    launches: Sequence[Launch], *, timeout_seconds: float, on_line: Callable[[str], None] | None = None
+) -> str:
+    """Run several launchers at once, as the nodes of a job; when one fails, all are ended.
+
+    Raises:
+        LaunchFailedError: One failed, or all were stopped after ``timeout_seconds``.
+    """
+    token = uuid.uuid4().hex
+    ports = {launch.port for launch in launches if launch.port is not None}
+    if ports:
+        remove_abandoned_buffers()
+    with tempfile.TemporaryDirectory(prefix="shardwright-launch-", ignore_cleanup_errors=True) as directory:
+        running: list[_Running] = []
+        try:
+            for index, launch in enumerate(launches):
+                running.append(_Running(launch, Path(directory) / f"{index}.log", token))
+            failed, code = _wait(running, timeout_seconds, on_line or (lambda _: None))
+        finally:
+            _end_processes([started.process for started in running], token)
+            for port in ports:
+                remove_buffers(port)
+        text = "".join(started.text() for started in running)
+    if failed is None:
+        return text
+    ending = f"stopped after {timeout_seconds:g} s" if code is None else f"exit code {code}"
+    command = " ".join([interpreter(), *failed.arguments])
+    raise LaunchFailedError(f"{command}: {ending}\n{first_traceback(text)}", output=text, exit_code=code)
+
+
+class _Running:
+    """A launcher whose output goes to a file, read from there as it grows."""
+
+    def __init__(self, launch: Launch, log: Path, token: str) -> None:
+        self.launch = launch
+        self._log = log
+        self._position = 0
+        self._rest = ""
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [interpreter(), *launch.arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**cpu_rank_environment(), **(launch.environment or {}), _TOKEN: token},
+                preexec_fn=_end_with_parent(),
+            )
+
+    def new_lines(self) -> list[str]:
+        """Return the complete lines that were printed since the last call."""
+        with self._log.open("rb") as stream:
+            stream.seek(self._position)
+            chunk = stream.read()
+        self._position += len(chunk)
+        *lines, self._rest = (self._rest + chunk.decode("utf-8", errors="replace")).split("\n")
+        return lines
+
+    def text(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """Return what a launcher does first: ask for SIGTERM, on which it ends its ranks, should this process be killed."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _wait(
+    running: Sequence[_Running], timeout_seconds: float, on_line: Callable[[str], None]
+) -> tuple[Launch | None, int | None]:
+    """Return the launch that failed with its exit code, `None` in place of the code after the time limit."""
+    deadline = time.monotonic() + timeout_seconds
+    failed: tuple[Launch, int] | None = None
+    while True:
+        codes = [started.process.poll() for started in running]
+        for started in running:
+            for line in started.new_lines():
+                on_line(line)
+        for started, code in zip(running, codes, strict=True):
+            if code and failed is None:
+                failed = started.launch, code
+                deadline = time.monotonic() + _OTHERS_END_SECONDS
+        ended = all(code is not None for code in codes)
+        if failed is not None and (ended or time.monotonic() > deadline):
+            return failed
+        if ended:
+            return None, 0
+        if time.monotonic() > deadline:
+            return running[0].launch, None
+        time.sleep(_POLL_SECONDS)
+
+
+def cpu_rank_environment() -> dict[str, str]:
+    """Return this process's environment without an outer launch, with accelerators hidden and one thread per rank."""
+    kept = {name: value for name, value in os.environ.items() if not _OUTER_LAUNCH.match(name)}
+    # Two versions of ninja would each rebuild DeepSpeed's operators: the one beside this Python comes first.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return kept | {
+        "PATH": path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def first_traceback(text: str) -> str:
+    """Return the first traceback in ``text``, without the launcher's own; the end of ``text`` when there is none."""
+    text = _RANK_PREFIX.sub("", text)
+    found = [match.group() for match in _TRACEBACK.finditer(text)]
+    found = [traceback for traceback in found if not any(error in traceback for error in _LAUNCHER_ERRORS)]
+    return found[0] if found else text[-TAIL_CHARACTERS:]
+
+
+def killed_ranks(text: str) -> tuple[tuple[int, str], ...]:
+    """Return the ranks that torchrun's summary says a signal ended; not those that torchrun ended with SIGTERM.
+
+    >>> killed_ranks("  rank      : 1 (local_rank: 1)\\n  exitcode  : -9 (pid: 4711)\\n")
+    ((1, 'SIGKILL'),)
+    """
+    found = {int(rank): int(number) for rank, number in _DEAD_RANK.findall(text)}
+    return tuple((rank, signal_name(number)) for rank, number in sorted(found.items()) if number != signal.SIGTERM)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number where it has none here."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _end_processes(launchers: Sequence[subprocess.Popen[bytes]], token: str) -> None:
+    """Kill what is left of a launch; ranks may start while others are being ended, so look until none is found."""
+    for _ in range(20):
+        found = _processes_with(token)
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for launcher in launchers:
+            if launcher.poll() is None:
+                launcher.kill()
+        if not found:
+            break
+        psutil.wait_procs(found, timeout=1.0)
+    for launcher in launchers:
+        launcher.wait()
+
+
+def _processes_with(token: str) -> list[Any]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_TOKEN) == token:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""lm-evaluation-harness behind one adapter: `tasks.py`."""

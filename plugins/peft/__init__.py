@@ -1,0 +1,1 @@
+"""peft behind one adapter: `lora.py`."""

@@ -1,0 +1,183 @@
+"""Plans from names: resolves model and hardware, and traces activations of families without stored coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ...ds_configs.memory.activations import ActivationEstimate, Mode
+from ...ds_configs.memory.calibration import Calibration
+from ...ds_configs.memory.tensor_terms import ActivationSource, activations_are_stored
+from ...ds_configs.plan.plan import Plan, make_plan
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
+from ...ds_configs.specs.job import TrainingJob
+from .models import LoadedModel, load_model
+
+_LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
+_LARGEST_YAML_BYTES = 2**20
+_LARGEST_NUMBER = 10**30
+"""Python refuses to print integers of some thousand digits, and anchors can nest lists beyond any memory."""
+
+
+def plan(
+    model: str | LoadedModel,
+    hardware: str | HardwareSpec,
+    job: TrainingJob | None = None,
+    *,
+    revision: str | None = None,
+    calibration: Calibration | Literal["user"] | None = "user",
+    notify: Callable[[str], None] | None = None,
+) -> Plan:
+    """Choose a strategy for a model on some hardware.
+
+    `model` is a Hub id, a directory, a `config.json` or an already loaded model; `hardware` a name such as
+    `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`. `calibration` holds measured runs to learn from, by
+    default those that `shardwright calibrate` stored for this user. `notify` receives remarks while planning.
+
+    Raises:
+        UsageError: a name, value or combination cannot be used.
+        RefusedInputError: the model's files are corrupt, absurd or unsafe.
+        PlanDoesNotFitError: no layout fits.
+
+    >>> plan("config.json", "8xA100-80GB").chosen.strategy.label  # doctest: +SKIP
+    'zero2'
+    """
+    tell = notify or (lambda _: None)
+    loaded = load_model(model, revision=revision) if isinstance(model, str) else model
+    cluster = read_hardware(hardware) if isinstance(hardware, str) else hardware
+    wanted = job or TrainingJob()
+    for note in loaded.notes:
+        tell(note)
+    positions = loaded.config.get("max_position_embeddings")
+    if isinstance(positions, int) and loaded.spec.learned_positions is None and wanted.seq_len_tokens > positions:
+        tell(f"sequences of {wanted.seq_len_tokens} tokens are beyond the {positions} that the model was trained for")
+    source: ActivationSource | None = None
+    if not activations_are_stored(loaded.spec, wanted):
+        tell(f"no stored activations for {loaded.spec.model_type} with these settings: tracing the model")
+        source = TracedActivations(loaded, wanted)
+    return make_plan(
+        loaded.spec,
+        cluster,
+        wanted,
+        activations=source,
+        calibration=stored_calibration(tell) if calibration == "user" else calibration,
+        versions=installed_versions(),
+    )
+
+
+def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
+    """Return the measured runs of this user; a store that cannot be read is remarked on and left out."""
+    from .calibration_store import CalibrationStore
+
+    try:
+        return CalibrationStore().calibration()
+    except ShardwrightError as error:
+        tell(f"planning without measured runs: {error}")
+        return None
+
+
+def installed_versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions of the libraries that a plan depends on, of those that are installed."""
+    found = []
+    for name in _LIBRARIES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def read_hardware(text: str, *, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
+    """Return the cluster that a name, a YAML file or `local` describes.
+
+    Raises:
+        UsageError: the name, the file or one of its values cannot be used.
+    """
+    if text == "local":
+        from .local_hardware import detect_hardware
+
+        return detect_hardware(host_memory=host_memory, nvme=nvme)
+    if text.endswith((".yaml", ".yml")):
+        stated = read_yaml_mapping(Path(text), what="hardware")
+        stated |= parse_overrides(host_memory=host_memory, nvme=nvme)
+        return hardware_from_mapping(stated, name=text)
+    return parse_hardware(text, host_memory=host_memory, nvme=nvme)
+
+
+def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
+    """Return the mapping in a small YAML file.
+
+    Raises:
+        UsageError: it cannot be read, is too large, is not YAML, or holds no mapping.
+    """
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(_LARGEST_YAML_BYTES + 1)
+    except (OSError, ValueError) as error:
+        detail = getattr(error, "strerror", None) or str(error)
+        raise UsageError(Fault(where=what, value=str(path), rule=f"cannot be read ({detail})")) from None
+    if len(text) > _LARGEST_YAML_BYTES:
+        raise UsageError(Fault(where=what, value=str(path), rule=f"is over {_LARGEST_YAML_BYTES} bytes"))
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        detail = " ".join(str(error).split())
+        raise UsageError(Fault(where=what, value=str(path), rule=f"is not valid YAML ({detail})")) from None
+    if not isinstance(data, dict):
+        raise UsageError(Fault(where=what, value=str(path), rule="must hold a mapping of keys and values"))
+    faults = [
+        Fault(where=f"{path}: {key}", rule="must be one plain value")
+        for key, value in data.items()
+        if isinstance(value, dict | list | set | tuple) or (isinstance(value, int) and abs(value) > _LARGEST_NUMBER)
+    ]
+    if faults:
+        raise UsageError(faults)
+    return {str(key): value for key, value in data.items()}
+
+
+class TracedActivations:
+    """Activation bytes of a model that is traced on demand, linear in the micro-batch.
+
+    Each precision mode is traced once at micro-batches 1 and 2. Adapters are counted as full training, which keeps
+    at least as much.
+    """
+
+    def __init__(self, loaded: LoadedModel, job: TrainingJob) -> None:
+        self._loaded = loaded
+        self._job = job
+        self._traces: dict[Mode, tuple[ActivationEstimate, ActivationEstimate]] = {}
+
+    def __call__(self, micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+        if mode not in self._traces:
+            with ThreadPoolExecutor(max_workers=2) as pool:
+                first, second = pool.map(lambda size: self._trace(size, mode), (1, 2))
+            self._traces[mode] = (first, second)
+        first, second = self._traces[mode]
+        return _extrapolate(first, second, micro_batch_size)
+
+    def _trace(self, micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+        from ..activations.request import trace_model
+
+        return trace_model(
+            self._loaded.config,
+            micro_batch_size=micro_batch_size,
+            seq_len_tokens=self._job.seq_len_tokens,
+            mode=mode,
+            num_layers=self._loaded.spec.dimensions.num_layers,
+        )
+
+
+def _extrapolate(first: ActivationEstimate, second: ActivationEstimate, size: int) -> ActivationEstimate:
+    values: Mapping[str, Any] = {
+        field.name: getattr(first, field.name) + (size - 1) * (getattr(second, field.name) - getattr(first, field.name))
+        for field in fields(ActivationEstimate)
+        if field.name != "source"
+    }
+    return ActivationEstimate(source=first.source, **values)

@@ -1,0 +1,229 @@
+"""`ModelSpec` of any model that transformers can build, from the meta device: exact, without memory or weights.
+
+Seen with transformers 5.17: a config.json may name remote code, attention or expert kernels of a Hub repository
+(`auto_map`, `attn_implementation`, `experts_implementation`, also inside `text_config`) and a backbone that the
+config classes look up on the Hub. The first are dropped here, the last is refused, as is a model type that
+transformers does not know. Building also writes into nested mappings, so it gets a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Literal
+
+from ...ds_configs.specs.dimensions import Dimensions
+from ...ds_configs.specs.errors import Fault, RefusedInputError
+from ...ds_configs.specs.model import Group, ModelSpec, ParameterKind, ParameterShape
+
+Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
+
+_CODE_FIELDS = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
+_LAYER_INDEX = re.compile(r"\.\d+\.")
+_POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
+
+
+def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
+    """Return the model that `config` describes, on the meta device, without running any code but transformers'.
+
+    Raises:
+        RefusedInputError: transformers does not know the model type, or cannot build it from these values.
+    """
+    import torch
+    import transformers
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    model_type = str(config["model_type"])
+    if model_type not in CONFIG_MAPPING_NAMES:
+        fix = "its own code would be needed, which Shardwright does not run" if "auto_map" in config else ""
+        raise RefusedInputError(
+            Fault(where=f"{source}: model_type", value=model_type, rule="is unknown to transformers", fix=fix)
+        )
+    values = _without_code(config)
+    del values["model_type"]
+    architecture = (config.get("architectures") or [None])[0]
+    try:
+        with _no_network(), torch.device("meta"):
+            built = transformers.AutoConfig.for_model(model_type, **values)
+            model_class = _model_class(transformers, architecture)
+            if model_class is not None:
+                return model_class(built)
+            if type(built) in transformers.AutoModelForCausalLM._model_mapping:
+                return transformers.AutoModelForCausalLM.from_config(built, trust_remote_code=False)
+            return transformers.AutoModel.from_config(built, trust_remote_code=False)
+    except OfflineModeIsEnabled:
+        rule = f"this {model_type} config names another repository, which is not looked up"
+        fix = "write that repository's config as its backbone_config"
+        raise RefusedInputError(Fault(where=source, rule=rule, fix=fix)) from None
+    except Exception as error:
+        # Model classes raise whatever their arithmetic meets on absurd values.
+        detail = " ".join(str(error).split())[:300] or type(error).__name__
+        raise RefusedInputError(
+            Fault(where=source, rule=f"transformers cannot build this {model_type} config ({detail})")
+        ) from None
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy without the fields that name code or kernels to run."""
+    return {
+        key: _without_code(value) if isinstance(value, dict) else deepcopy(value)
+        for key, value in config.items()
+        if not key.startswith("_") and key not in _CODE_FIELDS
+    }
+
+
+@contextmanager
+def _no_network() -> Iterator[None]:
+    """Make huggingface_hub refuse requests meanwhile; it reads its offline switch at each request."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _model_class(transformers: Any, architecture: object) -> Any:
+    candidate = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    is_model = isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel)
+    return candidate if is_model else None
+
+
+def model_spec_from_meta(config: Mapping[str, Any], *, name: str, revision: str | None = None) -> ModelSpec:
+    """Return the exact `ModelSpec` of a `config.json` by building the model on the meta device.
+
+    Raises:
+        RefusedInputError: transformers cannot build it.
+    """
+    model = build_meta_model(config, source=name)
+    parameters = _parameter_shapes(model)
+    text = model.config.get_text_config()
+    present = {type(module).__name__ for module in model.modules()}
+    input_weight = getattr(_embeddings(model, "get_input_embeddings"), "weight", None)
+    output_weight = getattr(_embeddings(model, "get_output_embeddings"), "weight", None)
+    return ModelSpec(
+        name=name,
+        revision=revision,
+        model_type=str(config["model_type"]),
+        architecture=type(model).__name__,
+        task=_task(type(model).__name__, encoder_decoder=bool(getattr(model.config, "is_encoder_decoder", False))),
+        dimensions=_dimensions(text, parameters),
+        parameters=parameters,
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        layer_classes=tuple(sorted(present.intersection(model._no_split_modules or ()))),
+        tied_embeddings=input_weight is not None and input_weight is output_weight,
+        learned_positions=_learned_positions(parameters, text),
+        sliding_window=_sliding_window(text),
+        residual_dropout_masks=2 if model.config.model_type == "gpt2" and model.config.resid_pdrop else 0,
+        weight_conversion=any(p.kind == "experts" for p in parameters),
+        source="meta",
+    )
+
+
+def _embeddings(model: Any, getter: str) -> Any:
+    try:
+        return getattr(model, getter)()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _learned_positions(parameters: tuple[ParameterShape, ...], text: Any) -> int | None:
+    """Rows of the text model's position table; some tables hold a few more rows than positions (OPT)."""
+    rows = [
+        parameter.shape[0]
+        for parameter in parameters
+        if "vision" not in parameter.name and any(table in parameter.module for table in _POSITION_TABLES)
+    ]
+    limit = getattr(text, "max_position_embeddings", None)
+    return min(max(rows), limit or max(rows)) if rows else None
+
+
+def _sliding_window(text: Any) -> int | None:
+    window = getattr(text, "sliding_window", None)
+    return window if isinstance(window, int) and getattr(text, "use_sliding_window", True) else None
+
+
+def _task(class_name: str, *, encoder_decoder: bool) -> Task:
+    endings: tuple[tuple[str, Task], ...] = (
+        ("ForCausalLM", "causal_lm"),
+        ("LMHeadModel", "causal_lm"),
+        ("ForMaskedLM", "masked_lm"),
+        ("ForConditionalGeneration", "seq2seq" if encoder_decoder else "causal_lm"),
+        ("CLIPModel", "contrastive"),
+        ("SiglipModel", "contrastive"),
+        ("Model", "encoder"),
+    )
+    return next((task for ending, task in endings if class_name.endswith(ending)), "other")
+
+
+def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions:
+    hidden = _size(text, "hidden_size", "d_model")
+    heads = _size(text, "num_attention_heads") or 1
+    experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts")
+    intermediate = _size(text, "intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim") or 4 * hidden
+    has_dense_mlp = not experts or any(p.group == "mlp" and p.kind == "linear" for p in parameters)
+    return Dimensions(
+        num_layers=_size(text, "num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=intermediate if has_dense_mlp else 0,
+        num_attention_heads=heads,
+        num_key_value_heads=_size(text, "num_key_value_heads") or heads,
+        head_dim=_size(text, "head_dim", "d_kv") or hidden // heads,
+        vocab_size=_size(text, "vocab_size"),
+        num_experts=experts,
+        experts_per_token=_size(text, "num_experts_per_tok") if experts else 0,
+        expert_intermediate_size=_size(text, "moe_intermediate_size") or intermediate if experts else 0,
+    )
+
+
+def _size(config: Any, *fields: str) -> int:
+    """Return the first of the fields that holds a size, the largest where each layer has its own; 0 for none."""
+    for field in fields:
+        value = getattr(config, field, None)
+        sizes = [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, int)]
+        if sizes and max(sizes) > 0:
+            return max(sizes)
+    return 0
+
+
+def _parameter_shapes(model: Any) -> tuple[ParameterShape, ...]:
+    head = _embeddings(model, "get_output_embeddings")
+    counts: Counter[tuple[str, tuple[int, ...], Group, ParameterKind]] = Counter()
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        kind = _kind(owner, name, parameter)
+        group: Group = "head" if owner is head else _group(name, kind)
+        counts[(_LAYER_INDEX.sub(".*.", name, count=1), tuple(parameter.shape), group, kind)] += 1
+    return tuple(
+        ParameterShape(name=name, shape=shape, count=count, group=group, kind=kind)
+        for (name, shape, group, kind), count in counts.items()
+    )
+
+
+def _kind(owner: Any, name: str, parameter: Any) -> ParameterKind:
+    class_name = type(owner).__name__
+    if "Norm" in class_name:
+        return "norm"
+    if class_name == "Embedding" or class_name.endswith("Embedding"):
+        return "embedding"
+    if "expert" in name.lower() and parameter.dim() == 3:
+        return "experts"
+    if name.endswith(".bias"):
+        return "bias"
+    return "linear" if class_name in ("Linear", "Conv1D") else "other"
+
+
+def _group(name: str, kind: ParameterKind) -> Group:
+    if kind in ("norm", "embedding", "experts"):
+        return kind
+    lowered = name.lower()
+    if "attn" in lowered or "attention" in lowered:
+        return "attention"
+    mlp_names = ("mlp", "ffn", "feed_forward", "fc1", "fc2", "intermediate", "densereludense", ".output.")
+    return "mlp" if any(part in lowered for part in mlp_names) else "other"

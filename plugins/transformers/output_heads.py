@@ -1,0 +1,113 @@
+"""The output head of a Transformers model as numbers: weight, bias, logit scale and soft-cap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.specs.errors import Fault, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_MULTIPLYING_FAMILIES = ("hyperclovax",)
+"""transformers 5.17.0, modeling_hyperclovax.py: multiplies by `logits_scaling`, where Granite divides."""
+_SCALED_BEFORE_THE_HEAD = ("minicpm3",)
+"""transformers 5.17.0, modeling_minicpm3.py: divides the hidden states, which the head then finds divided."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """Maps hidden states to logits: ``cap · tanh(scale · (h Wᵀ + b) / cap)``; without a cap ``scale · (h Wᵀ + b)``.
+
+    Shapes: N rows, H hidden width, V vocabulary (padding included).
+    """
+
+    weight_VH: torch.Tensor
+    """The weight of the head, in the dtype that the model computes in; may require a gradient."""
+    bias_V: torch.Tensor | None = None
+    """The bias, or `None`."""
+    scale: float = 1.0
+    """Multiplies the logits: Cohere's `logit_scale`, Granite's `1 / logits_scaling`."""
+    soft_cap: float | None = None
+    """Gemma's `final_logit_softcapping`, or `None`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits, padding included."""
+        return int(self.weight_VH.shape[0])
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Return logits of shape [N, V] in the dtype of the hidden states."""
+        import torch
+
+        return self.shaped(torch.nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V))
+
+    def shaped(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """Apply scale and soft-cap to what the matrix product gave."""
+        import torch
+
+        if self.scale != 1.0:
+            logits_NV = logits_NV * self.scale
+        if self.soft_cap is not None:
+            logits_NV = torch.tanh(logits_NV / self.soft_cap) * self.soft_cap
+        return logits_NV
+
+
+def head_module(model: Any) -> Any:
+    """Return the module that turns hidden states into logits.
+
+    Raises:
+        UsageError: the model has none.
+    """
+    module = model.get_output_embeddings()
+    if module is None:
+        rule = "has no output embeddings, whose input a fused loss needs"
+        raise UsageError(Fault(where=type(model).__name__, rule=rule, fix="use implementation='plain'"))
+    return module
+
+
+def logit_shape(model: Any) -> tuple[float, float | None]:
+    """Return the scale and the soft-cap that a model applies to its logits."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor is not None and config.model_type not in _SCALED_BEFORE_THE_HEAD:
+        scale = float(divisor) if config.model_type in _MULTIPLYING_FAMILIES else 1.0 / float(divisor)
+    for name in ("logit_scale", "output_multiplier"):
+        factor = getattr(config, name, None)
+        if isinstance(factor, int | float):
+            scale *= float(factor)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def output_head(model: Any) -> OutputHead:
+    """Return the output head of a Transformers model; its tensors are the model's own.
+
+    Raises:
+        UsageError: the model has no head, or one whose weight is no matrix of floating-point numbers.
+    """
+    weight_VH, bias_V = head_tensors(head_module(model))
+    scale, soft_cap = logit_shape(model)
+    return OutputHead(weight_VH=weight_VH, bias_V=bias_V, scale=scale, soft_cap=soft_cap)
+
+
+def head_tensors(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias of a head, with the adapter that PEFT put on it.
+
+    Raises:
+        UsageError: the weight is quantized.
+    """
+    if hasattr(module, "modules_to_save"):
+        module = module.modules_to_save[module.active_adapters[0]]
+    if hasattr(module, "base_layer"):
+        weight_VH, bias_V = head_tensors(module.base_layer)
+        if not module.disable_adapters:
+            for adapter in module.active_adapters:
+                weight_VH = weight_VH + module.get_delta_weight(adapter).to(weight_VH.dtype)
+        return weight_VH, bias_V
+    weight_VH = module.weight
+    if not weight_VH.is_floating_point():
+        rule = f"its weight is {weight_VH.dtype}, a fused loss needs floating-point numbers"
+        raise UsageError(Fault(where="output head", rule=rule, fix="use implementation='plain'"))
+    return weight_VH, getattr(module, "bias", None)

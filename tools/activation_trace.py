@@ -1,0 +1,98 @@
+"""Derives the stored activation coefficients: `python tools/activation_trace.py --write [FAMILY ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args
+
+from shardwright.ds_configs.memory.activations import DATA_FILE, Adapter, Mode, load_coefficients
+from shardwright.plugins.activations.request import trace_model
+
+__all__ = ["derive_coefficients", "main", "trace_model"]
+
+DATA_PATH = Path(__file__).parents[1] / "ds_configs" / "data" / DATA_FILE
+VERSIONED_PACKAGES = ("torch", "transformers", "peft")
+
+
+def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
+    """Attention paths worth storing: only float32 training meets the math kernel on a GPU."""
+    if mode == "fp32":
+        return ("fused", "masked", "math")
+    return ("fused",) if mode == "bf16_autocast" and adapter != "none" else ("fused", "masked")
+
+
+def is_stored(family: str, adapter: Adapter) -> bool:
+    """Whether a table is possible.
+
+    PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix, so
+    bytes then grow with the weights and are not linear in the features.
+    """
+    from shardwright.plugins.activations.families import MIXTURES
+
+    return adapter != "lora_all_linear" or family not in MIXTURES
+
+
+def derive_coefficients(
+    family: str,
+    *,
+    modes: Iterable[Mode] = get_args(Mode),
+    adapters: Iterable[Adapter] = get_args(Adapter),
+) -> dict[str, Any]:
+    """Traces one family and returns its tables by mode, adapter and attention path.
+
+    Raises:
+        TraceError: the measured bytes are not linear in the features.
+    """
+    from shardwright.plugins.activations.fit import derive_table
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    return {
+        mode: {
+            adapter: {
+                attention: derive_table(family, mode=mode, adapter=adapter, attention=attention)
+                for attention in attention_paths(mode, adapter)
+            }
+            for adapter in adapters
+            if is_stored(family, adapter)
+        }
+        for mode in modes
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Derives families and prints their tables, or writes them into the data file next to the stored ones."""
+    from shardwright.plugins.activations.families import FAMILIES
+
+    parser = argparse.ArgumentParser(prog="activation_trace", description=__doc__)
+    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="default: all")
+    parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
+    options = parser.parse_args(arguments)
+    tables: dict[str, Any] = dict(load_coefficients()["tables"]) if DATA_PATH.exists() else {}
+    for family in options.families or FAMILIES:
+        tables[family] = derive_coefficients(family)
+        print(f"{family}: derived", file=sys.stderr)
+        document = {"versions": {name: version(name) for name in VERSIONED_PACKAGES}, "tables": tables}
+        if options.write:
+            DATA_PATH.write_text(render(document), encoding="utf-8")
+    if not options.write:
+        sys.stdout.write(render(document))
+    return 0
+
+
+def render(document: Any, depth: int = 0) -> str:
+    """Writes JSON with one line for every list, so that a change of one quantity is one changed line."""
+    if not isinstance(document, dict):
+        return json.dumps(document, separators=(",", ":"))
+    indent = " " * depth
+    lines = [f"{indent} {json.dumps(key)}: {render(value, depth + 1)}" for key, value in document.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}" + ("\n" if depth == 0 else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
