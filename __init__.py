@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from .plugins.planning.from_names import plan
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
     from .trainers.quantization.run import quantize
-    from .trainers.rehearsal import rehearse
+    from .trainers.rehearsal.rehearse import rehearse
 
 __version__ = "0.1.0"
 __all__ = ["Plan", "TrainingJob", "__version__", "evaluate", "plan", "quantize", "rehearse"]
 
 _HOMES = {
-    "Plan": ".ds_configs.plan",
-    "TrainingJob": ".ds_configs.job",
+    "Plan": ".ds_configs.plan.plan",
+    "TrainingJob": ".ds_configs.specs.job",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
-    "plan": ".plugins.planning",
+    "plan": ".plugins.planning.from_names",
     "quantize": ".trainers.quantization.run",
-    "rehearse": ".trainers.rehearsal",
+    "rehearse": ".trainers.rehearsal.rehearse",
 }
 
 
@@ -37,3 +37,7 @@ def __getattr__(name: str) -> Any:
         module, _, attribute = _HOMES[name].partition(":")
         return getattr(import_module(module, __name__), attribute or name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

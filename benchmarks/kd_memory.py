@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from shardwright.plugins.metering.byte_meter import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
-from shardwright.trainers.distillation.fused_loss import fused_token_loss
-from shardwright.trainers.distillation.fused_memory import fused_peak_bytes
-from shardwright.trainers.distillation.objective import HiddenTargets, LogitTargets, TokenObjective
-from shardwright.trainers.distillation.plain_loss import plain_token_loss
+from shardwright.trainers.losses.fused_loss import fused_token_loss
+from shardwright.trainers.losses.fused_memory import fused_peak_bytes
+from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective
+from shardwright.trainers.losses.plain_loss import plain_token_loss
 
 MEASURED = Path(__file__).with_name("kd_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "distillation_losses.md"

@@ -71,7 +71,7 @@ def measure(case: Case) -> MeterReading:
 def _trainer(case: Case, plan: PlanData, arguments: TrainingArguments, model: Any) -> Trainer:
     inputs = {"train_dataset": _samples(plan), "data_collator": default_data_collator}
     if case.axis == "pp":
-        from shardwright.trainers.pipeline.trainer import PipelineTrainer
+        from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 
         strategy = plan.chosen.strategy
         stages = pipeline_stages(plan.model, plan.job, strategy.pp, tensor_parallel_size=strategy.tp)

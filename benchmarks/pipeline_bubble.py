@@ -22,7 +22,7 @@ import torch
 from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.launching.launch import torchrun
-from shardwright.trainers.pipeline.trainer import PipelineTrainer
+from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
 MICRO_BATCHES = (2, 4, 8)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright.trainers.qat.comparison import Comparison, compare_qat
-from shardwright.trainers.qat.comparison_report import comparison_table, draw_comparison, verdicts
+from qat_ways import Comparison, compare_qat
+from qat_ways_report import comparison_table, draw_comparison, verdicts
 
 ROOT = Path(__file__).parents[1]
 MEASURED = Path(__file__).with_name("qat_comparison.json")

@@ -164,8 +164,8 @@ def model_and_tokens(
 
 def _attach(model: Any) -> None:
     from shardwright.ds_configs.quantization.scheme import scheme_named
-    from shardwright.trainers.qat.attach import attach
-    from shardwright.trainers.qat.config import QATConfig
+    from shardwright.trainers.qat.rounding.attach import attach
+    from shardwright.trainers.qat.rounding.config import QATConfig
 
     attach(model, QATConfig(scheme=scheme_named("W4A16"))).state.enabled = True
 

@@ -15,8 +15,8 @@ from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.units import gigabytes
 
 if TYPE_CHECKING:
-    from ..trainers.distillation.cache_job import CacheJob
-    from ..trainers.distillation.cache_writer import Progress
+    from ..trainers.distillation.cache.cache_job import CacheJob
+    from ..trainers.distillation.cache.cache_writer import Progress
 
 _Flag = Parameter(negative="")
 _PROGRESS_INTERVAL_S = 5.0
@@ -87,7 +87,7 @@ def cache_teacher_command(
         human or json; json prints one object on stdout.
     """
     _check(output_dir, dry_run=dry_run, batch_size=batch_size, seq_len=seq_len)
-    from ..trainers.distillation.cache_job import CacheSettings, prepare_cache, run_cache_job
+    from ..trainers.distillation.cache.cache_job import CacheSettings, prepare_cache, run_cache_job
 
     settings = CacheSettings(
         teacher=teacher,

@@ -15,7 +15,7 @@ from .training_flags import ENVIRONMENT, TrainingFlags
 from .training_shown import note, progress_on_stderr, show_dry_run
 
 if TYPE_CHECKING:
-    from ..trainers.distillation.run_report import Outcome
+    from ..trainers.distillation.command.run_report import Outcome
 
 
 def distill_command(
@@ -57,9 +57,9 @@ def distill_command(
         Directory that cache-teacher wrote; no teacher runs while the student trains.
     """
     given = locals() | vars(flags)
-    from ..trainers.distillation.run import distill
-    from ..trainers.distillation.run_files import DistillSettings
-    from ..trainers.distillation.run_inputs import prepare
+    from ..trainers.distillation.command.run import distill
+    from ..trainers.distillation.command.run_files import DistillSettings
+    from ..trainers.distillation.command.run_inputs import prepare
 
     settings = resolve_model(DistillSettings, given, file=flags.config, environment=ENVIRONMENT)
     output_dir, as_json = flags.output_dir, flags.format == "json"
@@ -84,8 +84,8 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..trainers.distillation.run_report import CHART_FILE, comparison
-    from ..trainers.launched.report import CARD_FILE, REPORT_FILE
+    from ..trainers.distillation.command.run_report import CHART_FILE, comparison
+    from ..trainers.runs.report import CARD_FILE, REPORT_FILE
     from .show import console
 
     out = console()

@@ -18,8 +18,8 @@ from .training_flags import ENVIRONMENT, TrainingFlags
 from .training_shown import note, progress_on_stderr, show_dry_run
 
 if TYPE_CHECKING:
-    from ..trainers.qat.inputs import Prepared
-    from ..trainers.qat.run_report import Outcome
+    from ..trainers.qat.command.inputs import Prepared
+    from ..trainers.qat.command.run_report import Outcome
 
 
 def qat_command(
@@ -82,9 +82,9 @@ def qat_command(
     given = locals() | vars(flags)
     if flags.config is not None:
         _refuse_removed_blocks(flags.config)
-    from ..trainers.qat.inputs import prepare
-    from ..trainers.qat.request import QATSettings
-    from ..trainers.qat.run import run_qat
+    from ..trainers.qat.command.inputs import prepare
+    from ..trainers.qat.command.request import QATSettings
+    from ..trainers.qat.command.run import run_qat
 
     settings = resolve_model(QATSettings, given, file=flags.config, environment=ENVIRONMENT)
     output_dir, as_json = flags.output_dir, flags.format == "json"
@@ -141,9 +141,9 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..trainers.launched.report import CARD_FILE, REPORT_FILE
-    from ..trainers.qat.request import is_own_teacher
-    from ..trainers.qat.run_report import CHART_FILE, checkpoint_facts, stages
+    from ..trainers.qat.command.request import is_own_teacher
+    from ..trainers.qat.command.run_report import CHART_FILE, checkpoint_facts, stages
+    from ..trainers.runs.report import CARD_FILE, REPORT_FILE
     from .show import console
 
     out = console()

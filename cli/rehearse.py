@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from ..trainers.rehearsal_launch import Notify
-    from ..trainers.rehearsal_launch import Progress as RehearsalProgress
-    from ..trainers.rehearsal_report import Rehearsal
+    from ..trainers.rehearsal.launch import Notify
+    from ..trainers.rehearsal.launch import Progress as RehearsalProgress
+    from ..trainers.rehearsal.report import Rehearsal
 
 
 def rehearse_command(
@@ -55,7 +55,7 @@ def rehearse_command(
     format
         human or json; json prints one object on stdout.
     """
-    from ..trainers.rehearsal import rehearse
+    from ..trainers.rehearsal.rehearse import rehearse
 
     # Libraries that log to stdout must not stand in the report.
     with progress_on_stderr() as notify, redirect_stdout(sys.stderr):

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from ..ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
-    from ..trainers.distillation.student_maker import StudentReport
+    from ..trainers.distillation.student.maker import StudentReport
 
 _Flag = Parameter(negative="")
 
@@ -89,8 +89,8 @@ def student_command(
     format
         human or json; json prints one object on stdout.
     """
-    from ..trainers.distillation.student_maker import StudentReport, make_student, plan_student
-    from ..trainers.distillation.student_request import StudentRequest
+    from ..trainers.distillation.student.maker import StudentReport, make_student, plan_student
+    from ..trainers.distillation.student.request import StudentRequest
 
     request = StudentRequest(
         layers=layers,

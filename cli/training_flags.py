@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from ..ds_configs.specs.job import OffloadName, StrategyName, Switch
 from ..ds_configs.specs.teacher_placement import TeacherPlacementChoice
-from ..trainers.distillation.objective import Divergence
+from ..trainers.losses.objective import Divergence
 
 ENVIRONMENT = ("hardware", "host_memory", "nvme", "teacher_placement", "teacher_cache", "seed")
 """Settings that the environment may state where a command has them; others would collide with those of `plan`."""

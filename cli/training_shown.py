@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..ds_configs.plan.plan import Plan
-    from ..trainers.datasets.samples import Samples
-    from ..trainers.launched.launch import OnStep
-    from ..trainers.launched.settings import LaunchedSettings
+    from ..trainers.data.samples import Samples
+    from ..trainers.runs.launch import OnStep
+    from ..trainers.runs.settings import LaunchedSettings
 
 _SECONDS_BETWEEN_LINES = 15.0
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers.data.text import pack, read_documents
 from shardwright.trainers.distillation import CachedTeacherDataset, DistillationConfig, DistillationTrainer
-from shardwright.trainers.distillation.cache_format import RecordFormat
-from shardwright.trainers.distillation.cache_writer import cache_key, write_cache
-from shardwright.trainers.text import pack, read_documents
+from shardwright.trainers.distillation.cache.cache_format import RecordFormat
+from shardwright.trainers.distillation.cache.cache_writer import cache_key, write_cache
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 64

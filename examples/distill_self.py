@@ -12,8 +12,8 @@ from typing import Any
 
 from peft import LoraConfig, get_peft_model
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers.data.text import pack, read_documents
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer, SelfTeacher
-from shardwright.trainers.text import pack, read_documents
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 64

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers.data.text import pack, read_documents
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.text_windows import TextRequest
 from shardwright.trainers.quantization.run import quantize
-from shardwright.trainers.text import pack, read_documents
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 128

@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import ExpertParallelCallback
-from shardwright.trainers.text import pack, read_documents
+from shardwright.trainers.data.text import pack, read_documents
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,

@@ -18,10 +18,10 @@ from typing import Any
 
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import QATCallback
+from shardwright.trainers.data.text import pack, read_documents
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.text_windows import TextRequest
 from shardwright.trainers.quantization.run import quantize
-from shardwright.trainers.text import pack, read_documents
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 128

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
-from shardwright.trainers.qat.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.rounding import WeightRounding
+from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding.rounding import WeightRounding
 
 GROUP = 8
 RELATIVE = 1e-6

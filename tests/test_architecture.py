@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ FLOORS = {"ds_configs": 0, "plugins": 1, "trainers": 2, "cli": 3}
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "peft", "datasets", "bitsandbytes"}
 LONGEST_FILE = 350
 LONGEST_FUNCTION = 50
+LARGEST_ROOM = 21
+"""Twenty files and the `__init__` that says how to come in."""
 
 
 def sources() -> list[Path]:
@@ -63,7 +66,7 @@ def test_upper_floors_load_heavy_libraries_inside_functions():
     workers = re.compile(r"activations/(worker|meter|run|fit|families)|byte_meter|trainer_phases|_callback")
     # A subclass needs its base when the module loads; nobody imports these before they are used.
     subclasses = re.compile(
-        r"trainer\.py|deepspeed_pipeline/(stage|module)\.py|self_teacher|contrastive|qat/(callback|comparison_runs|layers|\w+_linear)\.py"
+        r"trainer\.py|deepspeed_pipeline/(stage|module)\.py|self_teacher|contrastive|qat/(callback|rounding/layers|rounding/\w+_linear)\.py"
     )
     for path in sources():
         if workers.search(path.as_posix()) or subclasses.search(path.as_posix()):
@@ -91,6 +94,36 @@ def test_there_are_no_import_circles():
 
     for module in graph:
         visit(module, ())
+
+
+def room_of(module: tuple[str, ...]) -> tuple[str, ...]:
+    """The folder of a module; `__init__` only names what its room offers, and is no part of the graph."""
+    return module[:-1]
+
+
+def test_rooms_form_no_circles():
+    """Imports inside functions count: a room that needs another one only later needs it all the same."""
+    modules = {module_of(path) for path in sources() if path.name != "__init__.py"}
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for path in sources():
+        if path.name == "__init__.py":
+            continue
+        room = room_of(module_of(path))
+        targets = {target if target in modules else target[:-1] for target in imports(path)}
+        graph.setdefault(room, set()).update(room_of(each) for each in targets if each in modules)
+    # Leaves go until none is left; what remains holds a circle.
+    left = {room: targets - {room} for room, targets in graph.items()}
+    while leaves := {room for room, targets in left.items() if not targets & left.keys()}:
+        left = {room: targets for room, targets in left.items() if room not in leaves}
+    assert not {
+        ".".join(room): sorted(".".join(each) for each in targets & left.keys()) for room, targets in left.items()
+    }
+
+
+def test_rooms_stay_small():
+    # The command has one file for each verb.
+    counts = Counter(path.parent.relative_to(ROOT) for path in sources() if path.parent.name != "cli")
+    assert not {str(room): count for room, count in counts.items() if count > LARGEST_ROOM}
 
 
 def test_files_and_functions_stay_short():

@@ -66,7 +66,7 @@ def options(command: tuple[str, ...]) -> dict[str, str]:
 
 def faults_of(command: tuple[str, ...]) -> list[Any]:
     """Return what quantization-aware training has against a command."""
-    from shardwright.trainers.qat.config import QATConfig
+    from shardwright.trainers.qat.rounding.config import QATConfig
 
     flags = options(command)
     scheme = scheme_named(flags["--scheme"])
@@ -192,7 +192,7 @@ def test_pruning_becomes_callbacks_that_can_be_made() -> None:
 
 
 def test_smaller_students_are_made_before() -> None:
-    from shardwright.trainers.distillation.student_request import StudentRequest
+    from shardwright.trainers.distillation.student.request import StudentRequest
 
     reduction = {"enabled": True, "keep_number_layer": 5, "module_name_prefix": "bert.encoder.layer"}
     heads = pruning({"hp1": {"params": {"dense_ratio": 0.5}, "related_modules": [["q"]]}}, num_heads=12, method="topk")

@@ -14,21 +14,21 @@ from distilling import collate, tiny, training_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.trainers.data.text_alignment import (
+    aligned_spans,
+    boundaries,
+    shared_vocabulary,
+    token_bytes,
+    token_offsets,
+)
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
-from shardwright.trainers.distillation.cross_tokenizer import (
+from shardwright.trainers.losses.cross_tokenizer import (
     SPANS,
     TEACHER_IDS,
     CrossTokenizerCollator,
     CrossTokenizerLoss,
     labelled_spans,
     sorted_distance,
-)
-from shardwright.trainers.distillation.text_alignment import (
-    aligned_spans,
-    boundaries,
-    shared_vocabulary,
-    token_bytes,
-    token_offsets,
 )
 
 pytestmark = pytest.mark.slow

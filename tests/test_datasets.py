@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.datasets.chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix
-from shardwright.trainers.datasets.samples import Samples, collate, load_samples
-from shardwright.trainers.datasets.sources import Source, parse_source
+from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix
+from shardwright.trainers.data.samples import Samples, collate, load_samples
+from shardwright.trainers.data.sources import Source, parse_source
 
 END = "<|endoftext|>"
 PLAIN = (

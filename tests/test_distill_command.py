@@ -17,9 +17,9 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.launching.launch import LaunchFailedError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.datasets.samples import SampleStatistics
-from shardwright.trainers.distillation.run_files import DistillSettings
-from shardwright.trainers.distillation.run_report import (
+from shardwright.trainers.data.samples import SampleStatistics
+from shardwright.trainers.distillation.command.run_files import DistillSettings
+from shardwright.trainers.distillation.command.run_report import (
     Outcome,
     RunResult,
     comparison,
@@ -28,8 +28,8 @@ from shardwright.trainers.distillation.run_report import (
     objective_sentence,
     report,
 )
-from shardwright.trainers.launched.launch import failure_cause
-from shardwright.trainers.launched.ranks import trained_tokens
+from shardwright.trainers.runs.launch import failure_cause
+from shardwright.trainers.runs.ranks import trained_tokens
 
 VOCAB = 300
 

@@ -12,7 +12,7 @@ import torch
 from distilling import training_arguments
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation.clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
-from shardwright.trainers.distillation.contrastive import feature_loss, interactive_loss, similarity_loss, task_loss
+from shardwright.trainers.losses.contrastive import feature_loss, interactive_loss, similarity_loss, task_loss
 
 pytestmark = pytest.mark.slow
 

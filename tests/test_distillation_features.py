@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.attention_capture import LayerAttention, captured_attention, hidden_states_of
-from shardwright.trainers.distillation import attention_relations
-from shardwright.trainers.distillation.attention_relations import relation_sum, visibility
-from shardwright.trainers.distillation.attention_scores import head_mixtures, score_sum
 from shardwright.trainers.distillation.feature_matching import AttentionTerm, FeatureMatching, HiddenStateTerm
-from shardwright.trainers.distillation.hidden_states import PROJECTOR_PREFIX, hidden_state_sum, projectors
-from shardwright.trainers.distillation.layer_map import layer_map, paired_layers
+from shardwright.trainers.losses import attention_relations
+from shardwright.trainers.losses.attention_relations import relation_sum, visibility
+from shardwright.trainers.losses.attention_scores import head_mixtures, score_sum
+from shardwright.trainers.losses.hidden_states import PROJECTOR_PREFIX, hidden_state_sum, projectors
+from shardwright.trainers.losses.layer_map import layer_map, paired_layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEPTHS = st.integers(1, 40)

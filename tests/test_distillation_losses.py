@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.metering.byte_meter import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
-from shardwright.trainers.distillation import fused_memory
-from shardwright.trainers.distillation.divergences import divergence_and_gradient, divergence_rows
-from shardwright.trainers.distillation.fused_loss import fused_token_loss
-from shardwright.trainers.distillation.fused_memory import fused_peak_bytes
-from shardwright.trainers.distillation.objective import HiddenTargets, LogitTargets, TokenObjective, TokenSums
-from shardwright.trainers.distillation.plain_loss import plain_token_loss
-from shardwright.trainers.distillation.top_k import top_k_divergence_rows, top_k_targets
+from shardwright.trainers.losses import fused_memory
+from shardwright.trainers.losses.divergences import divergence_and_gradient, divergence_rows
+from shardwright.trainers.losses.fused_loss import fused_token_loss
+from shardwright.trainers.losses.fused_memory import fused_peak_bytes
+from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective, TokenSums
+from shardwright.trainers.losses.plain_loss import plain_token_loss
+from shardwright.trainers.losses.top_k import top_k_divergence_rows, top_k_targets
 
 pytestmark = pytest.mark.slow
 

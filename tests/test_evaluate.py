@@ -306,8 +306,8 @@ def small_run(source: Path, book: Path, **options: Any) -> Any:
 
 
 def test_spqr_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
-    from shardwright.trainers.quantization.spqr_format import save_small_format
-    from shardwright.trainers.quantization.spqr_matrix import SpQROptions, spqr_quantize
+    from shardwright.trainers.formats.spqr_format import save_small_format
+    from shardwright.trainers.formats.spqr_matrix import SpQROptions, spqr_quantize
 
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     name = "model.layers.0.mlp.up_proj"

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.legality.expert import AUTO_EP_MODEL_TYPES, expert_faults
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.auto_ep import mark_expert_groups, model_faults, write_section
-from shardwright.trainers.expert_parallel.balance import (
+from shardwright.trainers.parallel.expert.balance import (
     RoutedTokens,
     assigned_to,
     balance_loss_share,
     entropy_sum,
     loads,
 )
-from shardwright.trainers.expert_parallel.expert_parallel_callback import ExpertParallelCallback
+from shardwright.trainers.parallel.expert.callback import ExpertParallelCallback
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.quantization.hessians import weighted_error
-from shardwright.trainers.quantization.low_rank_residual import LowRankOptions, low_rank_residual
-from shardwright.trainers.quantization.spqr import load_spqr, quantize_with_low_rank
+from shardwright.trainers.formats.hessians import weighted_error
+from shardwright.trainers.formats.low_rank_residual import LowRankOptions, low_rank_residual
+from shardwright.trainers.formats.spqr_format import load_spqr
+from shardwright.trainers.quantization.spqr import quantize_with_low_rank
 from test_spqr import correlated, logits, samples, small_model
 
 pytestmark = pytest.mark.slow

@@ -24,10 +24,15 @@ from shardwright.plugins.deepspeed_pipeline.engine import (
     set_global_batch,
     written_global_batch,
 )
-from shardwright.trainers.pipeline.checks import check_pipeline, engine_faults, global_batch_faults, length_faults
-from shardwright.trainers.pipeline.evaluation import own_samples
-from shardwright.trainers.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
-from shardwright.trainers.pipeline.source import balanced, source_of
+from shardwright.trainers.parallel.pipeline.checks import (
+    check_pipeline,
+    engine_faults,
+    global_batch_faults,
+    length_faults,
+)
+from shardwright.trainers.parallel.pipeline.evaluation import own_samples
+from shardwright.trainers.parallel.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
+from shardwright.trainers.parallel.pipeline.source import balanced, source_of
 
 pytestmark = pytest.mark.slow
 
@@ -311,7 +316,7 @@ def test_a_checkpoint_of_other_stages_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_batches_that_no_step_takes_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from shardwright.trainers.pipeline.trainer import PipelineTrainer
+    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
     from transformers import Trainer
 
     monkeypatch.setattr(Trainer, "get_batch_samples", lambda self, *args: ([], None))
@@ -325,7 +330,7 @@ def test_batches_that_no_step_takes_are_told_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_trainer_refuses_before_it_touches_a_process_group(tmp_path: Path) -> None:
-    from shardwright.trainers.pipeline.trainer import PipelineTrainer
+    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 
     case = Case(zero_stage=3)
     arguments = deepspeed_arguments(tmp_path, case)

@@ -184,7 +184,7 @@ def test_a_missing_plan_is_told_before_training(tmp_path: Path) -> None:
 
 def test_accelerator_peaks_cover_the_first_step_and_tell_the_later_ones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    from shardwright.trainers.plan_callback import AcceleratorPeaks
+    from shardwright.trainers.runs.plan_callback import AcceleratorPeaks
 
     statistics = {"allocated": 900, "reserved": 1000}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

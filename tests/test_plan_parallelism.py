@@ -12,7 +12,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers import ExpertParallelCallback, SequenceParallelCallback, TensorParallelCallback
-from shardwright.trainers.plan_parallelism import PlannedParallelism, parallelism_of, planned_parallelism
+from shardwright.trainers.parallel.trainer_for import PlannedParallelism, parallelism_of, planned_parallelism
 
 DATA = Strategy(engine="deepspeed", zero_stage=1, dp_shard=4)
 

@@ -18,9 +18,7 @@ from distilling import tiny
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.trainers.launched.ranks import placed_teacher
-from shardwright.trainers.launched.settings import source_faults
-from shardwright.trainers.qat.request import (
+from shardwright.trainers.qat.command.request import (
     QATJob,
     QATSettings,
     calibration_faults,
@@ -30,8 +28,8 @@ from shardwright.trainers.qat.request import (
     qat_config,
     teacher_of,
 )
-from shardwright.trainers.qat.run import calibration_batches
-from shardwright.trainers.qat.run_report import (
+from shardwright.trainers.qat.command.run import calibration_batches
+from shardwright.trainers.qat.command.run_report import (
     Outcome,
     RunResult,
     figure,
@@ -40,6 +38,8 @@ from shardwright.trainers.qat.run_report import (
     report,
     weights_sentence,
 )
+from shardwright.trainers.runs.ranks import placed_teacher
+from shardwright.trainers.runs.settings import source_faults
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +57,9 @@ def qat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """Run the worker here in place of a launch, and return the commands that would have been launched."""
-    from shardwright.trainers.launched import launch
-    from shardwright.trainers.launched.ranks import run_rank
-    from shardwright.trainers.qat.worker import train_quantized
+    from shardwright.trainers.qat.command.worker import train_quantized
+    from shardwright.trainers.runs import launch
+    from shardwright.trainers.runs.ranks import run_rank
 
     commands: list[Sequence[str]] = []
 
@@ -240,7 +240,7 @@ def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
         with pytest.raises(SystemExit) as stopped:
             qat(*arguments, "--scheme", "W8A8_STATIC", "--max-steps", 3)
     assert stopped.value.code == 130
-    assert list(one_rank[0][-4:-1]) == ["-m", "shardwright.trainers.qat.worker", "--settings"]
+    assert list(one_rank[0][-4:-1]) == ["-m", "shardwright.trainers.qat.command.worker", "--settings"]
     out = tmp_path / "out"
     state = json.loads((out / "checkpoints" / "checkpoint-2" / "trainer_state.json").read_text())
     assert not (out / "config.json").exists()
@@ -408,7 +408,7 @@ def test_ranges_are_found_without_padding() -> None:
 def outcome(models: dict[str, Path]) -> Outcome:
     from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.planning.from_names import plan
-    from shardwright.trainers.datasets.samples import SampleStatistics
+    from shardwright.trainers.data.samples import SampleStatistics
 
     counts = dict.fromkeys(("rows", "empty_rows", "unlabelled_rows", "cut_rows", "train_samples"), 8)
     tokens = {"train_tokens": 3200, "train_labels": 3200, "evaluation_samples": 16}

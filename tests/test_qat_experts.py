@@ -19,16 +19,16 @@ from shardwright.ds_configs.quantization.mixtures import expert_scheme, mixture_
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.compressed_tensors.codes import dequantize, pack_tensors
-from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.config import QATConfig
-from shardwright.trainers.qat.experts import (
+from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.config import QATConfig
+from shardwright.trainers.qat.rounding.experts import (
     expert_linear_layers,
     experts_faults,
     fake_quantize_experts,
     is_fused_experts,
 )
-from shardwright.trainers.qat.layers import LayerQuantizer, QuantizationState
+from shardwright.trainers.qat.rounding.layers import LayerQuantizer, QuantizationState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts

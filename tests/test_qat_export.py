@@ -13,12 +13,13 @@ from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightEr
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
 from shardwright.plugins.deepspeed.gathering import gathered_parameters
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.qat import export as export_module
-from shardwright.trainers.qat import export_files
-from shardwright.trainers.qat.attach import attachment_of
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.export import export
-from shardwright.trainers.quantization import reload_worker, verify
+from shardwright.trainers.qat.export.checkpoint import checkpoint as export_module
+from shardwright.trainers.qat.export.checkpoint import export
+from shardwright.trainers.qat.export.checkpoint import files as export_files
+from shardwright.trainers.qat.rounding.attach import attachment_of
+from shardwright.trainers.verify import checkpoint as verify
+from shardwright.trainers.verify import reload_worker
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -136,7 +137,7 @@ def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
     own = dict(trainer.model.named_modules())[Q_PROJ]
     rounding = own.quantizer.rounding().weight
     learned = [getattr(own, name, None) for name in ("learned_weight_scale", "learned_weight_zero_point")]
-    from shardwright.trainers.qat.rounding import round_weight
+    from shardwright.trainers.qat.rounding.rounding import round_weight
 
     seen = round_weight(own.weight.detach(), rounding, *learned).value(rounding)
     assert torch.equal(dict(model.named_modules())[Q_PROJ].weight.detach(), seen)

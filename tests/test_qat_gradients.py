@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding_reference import EXACT, GROUP, RELATIVE, assert_same, drawn, ours, reference, rounded_inputs, weights_of
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization
-from shardwright.trainers.qat.fake_quantized_linear import LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.rounding import (
+from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding.rounding import (
     WeightRounding,
     input_gradients,
     round_inputs,

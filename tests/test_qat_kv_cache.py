@@ -20,10 +20,16 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.compressed_tensors.codes import pack_tensors
 from shardwright.plugins.compressed_tensors.quantized_cache import cached_attention_modules
 from shardwright.plugins.transformers.attention_capture import captured_attention
-from shardwright.trainers.qat.attach import attach
-from shardwright.trainers.qat.config import QATConfig
-from shardwright.trainers.qat.input_ranges import InputRange, calibrate_inputs, load_ranges, save_ranges, synchronise
-from shardwright.trainers.qat.kv_cache import (
+from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.config import QATConfig
+from shardwright.trainers.qat.rounding.input_ranges import (
+    InputRange,
+    calibrate_inputs,
+    load_ranges,
+    save_ranges,
+    synchronise,
+)
+from shardwright.trainers.qat.rounding.kv_cache import (
     cache_quantization,
     kv_cache_faults,
     kv_cache_scheme,

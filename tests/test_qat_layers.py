@@ -14,11 +14,11 @@ from rounding_reference import EXACT, NAMES, RELATIVE, rounded_by_range, rounded
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from shardwright.plugins.compressed_tensors.codes import dequantize
-from shardwright.trainers.qat.attach import attach
-from shardwright.trainers.qat.config import QATConfig
-from shardwright.trainers.qat.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
-from shardwright.trainers.qat.rounding import round_weight
+from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.config import QATConfig
+from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding.layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from shardwright.trainers.qat.rounding.rounding import round_weight
 
 
 def quantizer(scheme: QuantizationScheme, state: QuantizationState, **changes: Any) -> LayerQuantizer:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import WeightQuantization, changed, scheme_named
 from shardwright.plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.rounding import WeightRounding, round_weight, weight_gradients
+from shardwright.trainers.qat.rounding.rounding import WeightRounding, round_weight, weight_gradients
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 STRATEGIES = {"tensor": None, "channel": None, "group": 16}

@@ -16,20 +16,20 @@ import qat_comparison
 import qat_overhead
 import torch
 from qat_overhead import Run
-from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.trainers.launched.report import title_of
-from shardwright.trainers.qat.comparison import WAYS, Comparison, compare_qat
-from shardwright.trainers.qat.comparison_report import (
+from qat_ways import WAYS, Comparison, compare_qat
+from qat_ways_report import (
     LABELS,
     comparison_page,
     comparison_table,
     draw_comparison,
     verdicts,
 )
-from shardwright.trainers.qat.comparison_result import Measurement
-from shardwright.trainers.qat.comparison_runs import Job, _qat_callback
-from shardwright.trainers.qat.run_report import checkpoint_facts
+from qat_ways_result import Measurement
+from qat_ways_runs import Job, _qat_callback
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.trainers.qat.command.run_report import checkpoint_facts
+from shardwright.trainers.runs.report import title_of
 from small_llama import shared_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -210,7 +210,7 @@ def untrained_llama() -> Any:
     ],
 )
 def test_what_stops_a_way_is_found_before_any_is_trained(qat, told, monkeypatch):
-    monkeypatch.setattr("shardwright.trainers.qat.comparison.run_all", lambda _: pytest.fail("training began"))
+    monkeypatch.setattr("qat_ways.run_all", lambda _: pytest.fail("training began"))
     model = untrained_llama()
     how = {"train_samples": ROWS_OF_TOKENS, "evaluation_samples": ROWS_OF_TOKENS, "learning_rate": 1e-3}
     with pytest.raises(UsageError) as error:

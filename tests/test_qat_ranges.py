@@ -17,16 +17,16 @@ from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.qat.attach import attach
-from shardwright.trainers.qat.config import QATConfig
-from shardwright.trainers.qat.input_ranges import (
+from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.config import QATConfig
+from shardwright.trainers.qat.rounding.input_ranges import (
     InputRange,
     calibrate_inputs,
     load_ranges,
     save_ranges,
     synchronise,
 )
-from shardwright.trainers.qat.observers import METHODS
+from shardwright.trainers.qat.rounding.observers import METHODS
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -11,7 +11,7 @@ from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
-from shardwright.trainers.quantization.verify import (
+from shardwright.trainers.verify.checkpoint import (
     TOLERANCE,
     UNPROVEN,
     Verification,
@@ -91,7 +91,7 @@ def test_a_lost_tensor_is_named(written, tmp_path):
 
 
 def test_a_layer_that_was_left_dense_is_named(written, tmp_path, monkeypatch):
-    from shardwright.trainers.quantization import verify
+    from shardwright.trainers.verify import checkpoint as verify
 
     # The files alone tell it.
     monkeypatch.setattr(verify, "_reload", lambda *_: "not reloaded here")
@@ -107,7 +107,7 @@ def test_a_layer_that_was_left_dense_is_named(written, tmp_path, monkeypatch):
 
 
 def test_another_size_than_computed_is_told(written, tmp_path, monkeypatch):
-    from shardwright.trainers.quantization import verify
+    from shardwright.trainers.verify import checkpoint as verify
 
     monkeypatch.setattr(verify, "_reload", lambda *_: None)
     monkeypatch.setattr(verify.json, "loads", lambda _: {})
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_does_not_load_says_why(written, tmp_path):
 
 def test_a_row_of_nan_is_no_small_difference(written, tmp_path):
     """Python's `max` passes over NaN unless it comes first."""
-    from shardwright.trainers.quantization.verify import _largest_difference
+    from shardwright.trainers.verify.checkpoint import _largest_difference
 
     _, _, reference = written
     answers = {str(index): logits.clone() for index, logits in enumerate(reference.logits)}

@@ -166,7 +166,7 @@ def test_searched_ranges_beat_minmax_at_few_bits(losses, dense_N, bits, method):
 @torch.no_grad()
 def with_spqr(model: Any, rows_NS: torch.Tensor) -> float:
     """Put what SpQR stores in the place of every matrix inside the layers; return the average bits of a weight."""
-    from shardwright.trainers.quantization.spqr_matrix import SpQROptions, spqr_quantize
+    from shardwright.trainers.formats.spqr_matrix import SpQROptions, spqr_quantize
 
     layers = {
         name: module for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)

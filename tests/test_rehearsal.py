@@ -19,8 +19,7 @@ from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 from shardwright.plugins.planning.from_names import plan, read_hardware
-from shardwright.trainers.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
-from shardwright.trainers.rehearsal_checks import (
+from shardwright.trainers.rehearsal.checks import (
     CHECK_NAMES,
     check_export,
     check_resumed,
@@ -29,9 +28,10 @@ from shardwright.trainers.rehearsal_checks import (
     passed,
     with_unreached,
 )
-from shardwright.trainers.rehearsal_files import choose_ranks
-from shardwright.trainers.rehearsal_launch import launcher_command
-from shardwright.trainers.rehearsal_report import (
+from shardwright.trainers.rehearsal.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
+from shardwright.trainers.rehearsal.files import choose_ranks
+from shardwright.trainers.rehearsal.launch import launcher_command
+from shardwright.trainers.rehearsal.report import (
     PredictedPhase,
     Rehearsal,
     check_output_directory,
@@ -39,7 +39,7 @@ from shardwright.trainers.rehearsal_report import (
     report_files,
     write_report,
 )
-from shardwright.trainers.rehearsal_worker import skewed_tokens
+from shardwright.trainers.rehearsal.worker import skewed_tokens
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -406,7 +406,7 @@ def test_each_node_gets_its_launcher_and_plain_cpu_ranks_get_torchrun(tmp_path: 
         rehearsed: Any = SimpleNamespace(accelerate={"distributed_type": kind, "num_processes": 4})
         return " ".join(launcher_command(rehearsed, tmp_path, "train", node, nodes, 29511))
 
-    worker = f"-m shardwright.trainers.rehearsal_worker {tmp_path} train"
+    worker = f"-m shardwright.trainers.rehearsal.worker {tmp_path} train"
     file = f"accelerate launch --config_file {tmp_path}/accelerate.yaml --main_process_port 29511"
     assert command("DEEPSPEED") == f"{file} {worker}"
     second = "--num_machines 2 --num_processes 4 --machine_rank 1 --main_process_ip 127.0.0.1"

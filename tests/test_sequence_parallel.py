@@ -16,18 +16,18 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate.cpu_ranks import ring_attention_cpu
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from shardwright.plugins.deepspeed.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
-from shardwright.trainers.sequence_parallel.checks import (
-    argument_faults,
-    model_faults,
-)
-from shardwright.trainers.sequence_parallel.context_parallel import (
+from shardwright.trainers.parallel.context.callback import (
     ContextParallelCollator,
     check_context_parallel_trainer,
     prepare_context_parallel,
 )
-from shardwright.trainers.sequence_parallel.sequence_parallel_callback import SequenceParallelCallback
-from shardwright.trainers.sequence_parallel.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
-from shardwright.trainers.sequence_parallel.tiling import tiling_faults
+from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
+from shardwright.trainers.parallel.sequence.checks import (
+    argument_faults,
+    model_faults,
+)
+from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
+from shardwright.trainers.parallel.sequence.tiling import tiling_faults
 
 pytestmark = pytest.mark.slow
 

@@ -432,7 +432,7 @@ def test_two_learning_rates_are_refused(tmp_path: Path) -> None:
 def test_pruning_and_rounding_go_together(tmp_path: Path) -> None:
     """Zero is a code of every grid but the binary one."""
     from shardwright.trainers.qat.callback import QATCallback
-    from shardwright.trainers.qat.rounding import round_weight
+    from shardwright.trainers.qat.rounding.rounding import round_weight
 
     for options in ({}, {"weight_rule": "ternary"}, {"scheme": "W4A16_ASYM"}):
         model = tiny_llama()

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.quantization.bit_packing import pack_bits, sparse_rows, unpack_bits
-from shardwright.trainers.quantization.hessians import ErrorFeedback, inverse_factor, weighted_error
-from shardwright.trainers.quantization.spqr import SMALL_DIRECTORY, load_spqr, quantize_with_spqr
-from shardwright.trainers.quantization.spqr_format import DESCRIPTION, save_small_format
-from shardwright.trainers.quantization.spqr_matrix import SpQROptions, spqr_quantize
+from shardwright.trainers.formats.bit_packing import pack_bits, sparse_rows, unpack_bits
+from shardwright.trainers.formats.hessians import ErrorFeedback, inverse_factor, weighted_error
+from shardwright.trainers.formats.spqr_format import DESCRIPTION, SMALL_DIRECTORY, load_spqr, save_small_format
+from shardwright.trainers.formats.spqr_matrix import SpQROptions, spqr_quantize
+from shardwright.trainers.quantization.spqr import quantize_with_spqr
 
 NO_OUTLIERS = SpQROptions(outlier_threshold=None)
 

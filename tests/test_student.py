@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from shardwright.cli import main
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.distillation import student_files
-from shardwright.trainers.distillation.student_layers import uniform_layers
-from shardwright.trainers.distillation.student_low_rank import low_rank
-from shardwright.trainers.distillation.student_maker import make_student, plan_student
-from shardwright.trainers.distillation.student_request import StudentRequest
-from shardwright.trainers.distillation.student_sparsity import sparse
+from shardwright.trainers.distillation.student import files as student_files
+from shardwright.trainers.distillation.student.layers import uniform_layers
+from shardwright.trainers.distillation.student.low_rank import low_rank
+from shardwright.trainers.distillation.student.maker import make_student, plan_student
+from shardwright.trainers.distillation.student.request import StudentRequest
+from shardwright.trainers.distillation.student.sparsity import sparse
 
 VOCAB = 300
 DECODER = {

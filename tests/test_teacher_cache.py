@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
-from shardwright.trainers.distillation.cache_format import RecordFormat, decode, encode, log_probabilities
-from shardwright.trainers.distillation.cache_writer import (
+from shardwright.trainers.distillation.cache.cache_format import RecordFormat, decode, encode, log_probabilities
+from shardwright.trainers.distillation.cache.cache_writer import (
     Progress,
     answers_of,
     cache_key,
     tokenizer_hash,
     write_cache,
 )
-from shardwright.trainers.distillation.objective import LogitTargets, TokenObjective, TopKTargets
-from shardwright.trainers.distillation.plain_loss import plain_token_loss
-from shardwright.trainers.distillation.teacher_cache import CachedTeacherDataset, TeacherCache
+from shardwright.trainers.distillation.cache.teacher_cache import CachedTeacherDataset, TeacherCache
+from shardwright.trainers.losses.objective import LogitTargets, TokenObjective, TopKTargets
+from shardwright.trainers.losses.plain_loss import plain_token_loss
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ VOCAB_SIZE = 384
 def trained_pair() -> tuple[Any, Any, list[dict[str, Any]]]:
     """A teacher and a student that have read Python's help topics byte by byte, and 24 samples that they have not."""
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-    from shardwright.trainers.text import pack, read_documents
+    from shardwright.trainers.data.text import pack, read_documents
 
     samples = pack(read_documents(None)[:40], byte_tokenizer(VOCAB_SIZE), 64)
     models = []
@@ -393,7 +393,7 @@ class TestCommand:
         self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from shardwright.cli.main import run
-        from shardwright.trainers.datasets.samples import load_samples
+        from shardwright.trainers.data.samples import load_samples
         from transformers import AutoTokenizer
 
         output = tmp_path / "answers"

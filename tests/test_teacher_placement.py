@@ -191,7 +191,7 @@ class TestFusedLoss:
     """The plan's formula against the loss itself."""
 
     def test_sizes_of_its_pieces(self):
-        from shardwright.trainers.distillation import fused_memory
+        from shardwright.trainers.losses import fused_memory
 
         assert fused_memory.CHUNK_BYTES == CHUNK_BYTES
         assert fused_memory.BLOCK_BYTES["cuda"] == BLOCK_BYTES
@@ -201,7 +201,7 @@ class TestFusedLoss:
     @pytest.mark.parametrize("method", ["full", "lora"])
     @pytest.mark.parametrize(("vocab", "hidden", "tokens"), [(128_256, 4096, 8192), (32_000, 512, 300), (1000, 64, 7)])
     def test_the_formula_is_that_of_the_loss(self, precision, method, vocab, hidden, tokens):
-        from shardwright.trainers.distillation.fused_memory import fused_peak_bytes
+        from shardwright.trainers.losses.fused_memory import fused_peak_bytes
 
         student = llama(hidden_size=hidden, vocab_size=vocab)
         job = TrainingJob(teacher=student, precision=precision, method=method, seq_len_tokens=tokens)
@@ -225,9 +225,9 @@ class TestFusedLoss:
         import torch
         from shardwright.plugins.metering.byte_meter import ByteMeter
         from shardwright.plugins.transformers.output_heads import OutputHead
-        from shardwright.trainers.distillation.fused_loss import fused_token_loss
-        from shardwright.trainers.distillation.fused_memory import BLOCK_BYTES as BLOCKS
-        from shardwright.trainers.distillation.objective import HiddenTargets, TokenObjective
+        from shardwright.trainers.losses.fused_loss import fused_token_loss
+        from shardwright.trainers.losses.fused_memory import BLOCK_BYTES as BLOCKS
+        from shardwright.trainers.losses.objective import HiddenTargets, TokenObjective
 
         tokens, hidden, taught_hidden, vocab = 96, 32, 48, 20_000
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16

@@ -27,8 +27,8 @@ from shardwright.plugins.deepspeed.auto_tp import (
     tensor_parallel_section,
     tensor_plan,
 )
-from shardwright.trainers.tensor_parallel.checks import section_faults, trainer_faults
-from shardwright.trainers.tensor_parallel.tensor_parallel_callback import TensorParallelCallback
+from shardwright.trainers.parallel.tensor.callback import TensorParallelCallback
+from shardwright.trainers.parallel.tensor.checks import section_faults, trainer_faults
 
 pytestmark = pytest.mark.slow
 

@@ -15,16 +15,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.plan.plan import Plan
-from ..ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
+from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ..plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ..plugins.deepspeed.engine import prepare_nvme_offload
-from ..plugins.peft.lora import add_lora, four_bit_loading
+from ..plugins.peft.lora import add_lora
 from ..plugins.transformers.training_arguments import (
     check_liger_kernel,
     prepare_model_directory_save,
@@ -34,12 +34,13 @@ from ..plugins.transformers.training_arguments import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
-from .notes import note
-from .plan_parallelism import PlannedParallelism, planned_parallelism
-from .text import load_tokenizer, pack, read_documents
+from .data.models import StartingModel, check_seq_len, load_config, load_model, load_tokenizer
+from .data.text import pack, read_documents
+from .parallel.trainer_for import PlannedParallelism, planned_parallelism
+from .runs.steps import StepLosses, chosen_engine
 
 if TYPE_CHECKING:
-    from .plan_callback import PlanCallback
+    from .runs.plan_callback import PlanCallback
 
 DEFAULT_SETTINGS: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "logging_steps": 1}
 
@@ -125,95 +126,6 @@ def read_settings(flags: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def chosen_engine(settings: dict[str, Any]) -> Engine:
-    """Return the engine that the settings or else the launcher's environment select."""
-    if settings.get("deepspeed"):
-        return "deepspeed"
-    return "fsdp2" if settings.get("fsdp") else engine_from_environment()
-
-
-def load_config(flags: argparse.Namespace) -> Any:
-    """Read the model configuration; code that a repository ships is never run."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(flags.model, revision=flags.revision, trust_remote_code=False)
-
-
-def load_model(flags: argparse.Namespace, config: Any, dtype: Any, seed: int, *, for_stages: bool = False) -> Any:
-    """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are made.
-
-    `for_stages` leaves weights to the stages of a pipeline where these can get them as they are wanted: the model is
-    then the name of its checkpoint, or without memory.
-
-    Raises:
-        RefusedInputError: A local directory has weights in another format than safetensors.
-        UsageError: 4-bit weights are asked for where there are none to load.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, set_seed
-
-    set_seed(seed)
-    source = Path(flags.model)
-    random_weights = flags.random_weights or source.is_file()
-    if source.is_dir() and not random_weights and not any(source.glob("*.safetensors")):
-        unsafe = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in source.glob(pattern))
-        if unsafe:
-            raise RefusedInputError(
-                Fault(
-                    where=str(source),
-                    value=unsafe,
-                    rule="weights are read from safetensors only, other formats can run code",
-                    fix="convert them, or pass --random-weights",
-                )
-            )
-        note(f"{source} has no weights: they are initialised at random")
-        random_weights = True
-    if random_weights and flags.method == "qlora":
-        raise UsageError(Fault(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
-    if random_weights:
-        with torch.device("meta") if for_stages else nullcontext():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    if for_stages and flags.method == "full":
-        return flags.model
-    return AutoModelForCausalLM.from_pretrained(
-        flags.model,
-        revision=flags.revision,
-        config=config,
-        dtype=dtype,
-        quantization_config=four_bit_loading(dtype) if flags.method == "qlora" else None,
-        use_safetensors=True,
-        trust_remote_code=False,
-    )
-
-
-class StepLosses:
-    """Keeps the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._training_step: Callable[..., Any] = trainer.training_step
-        self._losses: list[Any] = []
-        self._accumulated: Any = 0.0
-        trainer.training_step = self._recording_step
-
-    def _recording_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = self._training_step(*args, **kwargs)
-        self._accumulated = self._accumulated + loss.detach().float()
-        if self._trainer.accelerator.sync_gradients:
-            self._losses.append(self._accumulated)
-            self._accumulated = 0.0
-        return loss
-
-    def mean_over_ranks(self) -> list[float]:
-        """Return one loss per optimizer step, in order, none for a finished run; every rank must call it."""
-        import torch
-
-        if not self._losses:
-            return []
-        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
-        return losses
-
-
 def train(flags: argparse.Namespace) -> None:
     """Build everything in the order that ZeRO-3 needs (arguments before weights), train, write, save."""
     settings = read_settings(flags)
@@ -229,12 +141,13 @@ def train(flags: argparse.Namespace) -> None:
     if flags.save:
         prepare_model_directory_save(arguments)
 
-    config = load_config(flags)
+    source = StartingModel(**{field.name: getattr(flags, field.name) for field in fields(StartingModel)})
+    config = load_config(source)
     check_seq_len(flags.seq_len, config)
-    tokenizer = load_tokenizer(flags, config.get_text_config().vocab_size)
+    tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
     samples = pack(read_documents(flags.text), tokenizer, flags.seq_len)
     dtype = weights_dtype(arguments, method=flags.method)
-    model = load_model(flags, config, dtype, arguments.seed, for_stages=parallelism.is_pipeline)
+    model = load_model(source, config, dtype, arguments.seed, for_stages=parallelism.is_pipeline)
     if flags.method != "full":
         adapters_in_fp32 = engine != "deepspeed"
         model = add_lora(model, rank=flags.lora_rank, targets=flags.lora_targets, fp32_adapters=adapters_in_fp32)
@@ -268,7 +181,7 @@ def plan_callback(flags: argparse.Namespace) -> PlanCallback | None:
     """Return the callback that compares the run with the plan of ``--plan``; ``None`` without that flag."""
     if flags.plan is None:
         return None
-    from .plan_callback import PlanCallback
+    from .runs.plan_callback import PlanCallback
 
     return PlanCallback(flags.plan, seq_len_tokens=flags.seq_len, method=flags.method)
 
@@ -277,22 +190,6 @@ def _check_world_size(world_size: int) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != launched:
         raise ShardwrightError(f"the Trainer counts {world_size} ranks where the launcher started {launched}")
-
-
-def check_seq_len(seq_len: int, config: Any) -> None:
-    """Refuse a sequence beyond learned positions, and remark on one beyond what rotary positions were trained for.
-
-    Raises:
-        UsageError: the model has no embedding for the last positions.
-    """
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is None or seq_len <= longest:
-        return
-    if getattr(text, "rope_parameters", None) is None:
-        rule = f"the model has {longest} learned positions"
-        raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="lower it"))
-    note(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

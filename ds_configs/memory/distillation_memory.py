@@ -2,7 +2,7 @@
 
 The teacher's forward pass comes before the student's, so that its layers' temporaries never meet the student's
 activations. What stays is the input of its output head: the fused loss makes logits of some rows at a time, and no
-[tokens × vocabulary] of either model exists (`trainers/distillation/fused_loss.py`).
+[tokens × vocabulary] of either model exists (`trainers/losses/fused_loss.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from expert_cases import CASES, ROWS, SAVED_AT, Case, collate, model, own_loss_t
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.deepspeed.engine import auto_ep
 from shardwright.plugins.transformers.training_arguments import save_model_directory
-from shardwright.trainers.expert_parallel.expert_parallel_callback import ExpertParallelCallback
+from shardwright.trainers.parallel.expert.callback import ExpertParallelCallback
 
 
 def made_trainer(case: Case, output: Path) -> Any:

@@ -14,7 +14,7 @@ from pipeline_cases import FOUR_RANKS, RESUMED, TWO_RANKS, Case, collate, data_o
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.deepspeed_pipeline.engine import whole_logits
 from shardwright.plugins.transformers.training_arguments import save_model_directory
-from shardwright.trainers.pipeline.trainer import PipelineTrainer
+from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 from transformers import TrainerCallback, TrainingArguments
 
 

@@ -263,11 +263,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     """Return a Trainer, on shared sequences where the case says so."""
-    from shardwright.trainers.sequence_parallel.context_parallel import (
+    from shardwright.trainers.parallel.context.callback import (
         ContextParallelCollator,
         prepare_context_parallel,
     )
-    from shardwright.trainers.sequence_parallel.sequence_parallel_callback import SequenceParallelCallback
+    from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
 
     built, made = arguments(case, directory, overrides), model(case)
     callback = SequenceParallelCallback(

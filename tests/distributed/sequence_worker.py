@@ -33,7 +33,7 @@ def stock(case: Case, output: Path) -> dict[str, str]:
     """Return how the Trainer's own sequence parallelism fails on these ranks, and what it leaves behind."""
     import torch
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from shardwright.trainers.sequence_parallel.sequence_parallel_callback import parallelism_config
+    from shardwright.trainers.parallel.sequence.callback import parallelism_config
     from transformers import Trainer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
 from shardwright.plugins.transformers.training_arguments import save_model_directory
-from shardwright.trainers.tensor_parallel.tensor_parallel_callback import TensorParallelCallback
+from shardwright.trainers.parallel.tensor.callback import TensorParallelCallback
 from tensor_parallel_cases import FOUR_RANKS, GLOBAL_BATCH_SIZE, RESUMED, RESUMED_AT, TP, TWO_RANKS, Case, probe
 
 

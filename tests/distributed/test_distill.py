@@ -12,7 +12,7 @@ import pytest
 import torch
 from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.text import pack, read_documents
+from shardwright.trainers.data.text import pack, read_documents
 
 pytestmark = pytest.mark.distributed
 
@@ -55,7 +55,7 @@ def cross_entropy(directory: Path, samples: list[dict[str, Any]], *, tokens: int
 
 def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
     from distilling import tiny
-    from shardwright.trainers.datasets.samples import load_samples
+    from shardwright.trainers.data.samples import load_samples
     from transformers import AutoTokenizer
 
     trained_teacher(tmp_path / "teacher")

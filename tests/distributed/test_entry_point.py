@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardwright.plugins.launching.launch import run
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.text import pack
-from shardwright.trainers.train_causal_lm import check_seq_len, main, parse_flags, read_settings
+from shardwright.trainers.data.models import check_seq_len
+from shardwright.trainers.data.text import pack
+from shardwright.trainers.train_causal_lm import main, parse_flags, read_settings
 
 REQUIRED = ["--model", "model", "--output-dir", "out"]
 

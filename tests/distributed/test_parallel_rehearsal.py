@@ -8,7 +8,7 @@ import pytest
 from planning import MODELS
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
-from shardwright.trainers.rehearsal import rehearse
+from shardwright.trainers.rehearsal.rehearse import rehearse
 
 pytestmark = pytest.mark.distributed
 

@@ -72,7 +72,7 @@ def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> float:
 
 def test_interrupted_resumed_and_exported(tmp_path: Path, deepspeed_cpu_ops: None) -> None:
     from distilling import tiny
-    from shardwright.trainers.datasets.samples import load_samples
+    from shardwright.trainers.data.samples import load_samples
     from transformers import AutoTokenizer
 
     model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64)

@@ -20,7 +20,7 @@ from planning import MODELS
 from session import warm_command
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
-from shardwright.trainers.rehearsal import Rehearsal, rehearse
+from shardwright.trainers.rehearsal.rehearse import Rehearsal, rehearse
 
 pytestmark = pytest.mark.distributed
 

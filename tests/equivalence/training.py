@@ -14,7 +14,7 @@ from shardwright.plugins.transformers.training_arguments import (
     save_model_directory,
     training_arguments,
 )
-from shardwright.trainers.plan_parallelism import engine_logits, parallelism_of
+from shardwright.trainers.parallel.trainer_for import engine_logits, parallelism_of
 
 
 def train_case(case: Case, models: Path, output: Path, *, change: Callable[[Any], None] | None = None) -> None:

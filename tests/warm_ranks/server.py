@@ -50,8 +50,8 @@ PRELOADED = (
     "matplotlib.figure",
     "shardwright.cli.main",
     "shardwright.plugins.planning.from_names",
-    "shardwright.trainers.rehearsal",
-    "shardwright.trainers.rehearsal_worker",
+    "shardwright.trainers.rehearsal.rehearse",
+    "shardwright.trainers.rehearsal.worker",
 )
 """What ranks, launchers and commands import before they do anything."""
 ENVIRONMENT = {

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cache.teacher_cache import CachedTeacherDataset, TeacherCache
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
     from .config import DistillationConfig, OnPolicy, Schedule, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
-    from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 _HOMES = {
     "AttentionTerm": ".feature_matching",
     "CLIPDistillationTrainer": ".clip_trainer",
-    "CachedTeacherDataset": ".teacher_cache",
+    "CachedTeacherDataset": ".cache.teacher_cache",
     "ClipDistillationConfig": ".clip_trainer",
     "DistillationConfig": ".config",
     "DistillationTrainer": ".trainer",
@@ -37,7 +37,7 @@ _HOMES = {
     "OnPolicy": ".config",
     "Schedule": ".config",
     "SelfTeacher": ".config",
-    "TeacherCache": ".teacher_cache",
+    "TeacherCache": ".cache.teacher_cache",
 }
 
 

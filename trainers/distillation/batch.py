@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ..datasets.chat import IGNORED_LABEL
+from ..data.chat import IGNORED_LABEL
 
 if TYPE_CHECKING:
     import torch

@@ -11,11 +11,11 @@ import torch
 from transformers import Trainer
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ..notes import note
+from ...plugins.launching.notes import note
+from ..losses.contrastive import feature_loss, gather_rows, interactive_loss, similarity_loss, task_loss
+from ..losses.head_forward import replaced_forward
+from ..losses.hidden_states import projectors
 from .batch import accepted
-from .contrastive import feature_loss, gather_rows, interactive_loss, similarity_loss, task_loss
-from .head_forward import replaced_forward
-from .hidden_states import projectors
 from .projector_files import load_projectors, save_projectors
 
 ALIGNMENT = "distillation_alignment"

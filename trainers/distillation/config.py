@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from .objective import Divergence, TokenObjective
+from ..losses.objective import Divergence, TokenObjective
 
 if TYPE_CHECKING:
     from .feature_matching import AttentionTerm, HiddenStateTerm

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.transformers.attention_capture import AttentionTensor, LayerAttention, captured_attention
-from .attention_relations import Visibility, relation_sum, visibility
-from .attention_scores import HeadMatching, score_sum
-from .hidden_states import HiddenStateKind, hidden_state_sum, projectors
-from .layer_map import LayerMapKind, LayerMatch, LayerPairs, layer_map, pair_faults, paired_layers
+from ..losses.attention_relations import Visibility, relation_sum, visibility
+from ..losses.attention_scores import HeadMatching, score_sum
+from ..losses.hidden_states import HiddenStateKind, hidden_state_sum, projectors
+from ..losses.layer_map import LayerMapKind, LayerMatch, LayerPairs, layer_map, pair_faults, paired_layers
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ..datasets.chat import IGNORED_LABEL
+from ..data.chat import IGNORED_LABEL
 from .config import OnPolicy
 
 if TYPE_CHECKING:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from ...plugins.transformers.attention_capture import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead, head_module, head_tensors, logit_shape
+from ..losses.fused_loss import fused_token_loss
+from ..losses.head_forward import HeadReplacement
+from ..losses.objective import HiddenTargets, TeacherTargets, TokenObjective, TokenSums
+from ..losses.plain_loss import plain_token_loss
 from .batch import DistillationBatch
-from .fused_loss import fused_token_loss
-from .head_forward import HeadReplacement
-from .objective import HiddenTargets, TeacherTargets, TokenObjective, TokenSums
-from .plain_loss import plain_token_loss
 from .teacher_run import Lesson
 from .telemetry import sums_by_name
 
 if TYPE_CHECKING:
     import torch
 
-    from .cross_tokenizer import CrossTokenizerLoss
+    from ..losses.cross_tokenizer import CrossTokenizerLoss
     from .feature_matching import FeatureMatching
     from .self_teacher import EarlyExit
 

@@ -11,10 +11,10 @@ from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.whole_sequence import own_shard, whole_sequences
 from ...plugins.transformers.attention_capture import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead
+from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
+from ..losses.head_forward import captured_head_input
+from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets
 from .batch import DistillationBatch, accepted
-from .cross_tokenizer import TEACHER_IDS, TEACHER_MASK
-from .head_forward import captured_head_input
-from .objective import HiddenTargets, LogitTargets, TeacherTargets
 
 if TYPE_CHECKING:
     import torch

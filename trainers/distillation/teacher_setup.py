@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
+from ...plugins.launching.notes import note
 from ...plugins.transformers.output_heads import head_module, head_tensors
-from ..notes import note
 from .config import DistillationConfig, Schedule
 from .self_teacher import MovingAverage, frozen_copy, without_adapter
 
 if TYPE_CHECKING:
-    from .cross_tokenizer import CrossTokenizerLoss
+    from ..losses.cross_tokenizer import CrossTokenizerLoss
     from .feature_matching import FeatureMatching
 
 
@@ -64,7 +64,7 @@ class TeacherSetup:
         kind = self._distillation.cross_tokenizer
         if kind is None:
             return None
-        from .cross_tokenizer import CrossTokenizerCollator, CrossTokenizerLoss
+        from ..losses.cross_tokenizer import CrossTokenizerCollator, CrossTokenizerLoss
 
         own = arguments.get("processing_class")
         given = {"processing_class": own, "teacher_tokenizer": teacher_tokenizer}

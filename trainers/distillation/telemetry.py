@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .objective import TokenSums
+from ..losses.objective import TokenSums
 
 if TYPE_CHECKING:
     import torch

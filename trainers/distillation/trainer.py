@@ -10,10 +10,10 @@ from transformers import Trainer
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
+from ..losses.head_forward import replaced_forward
+from ..losses.objective import TeacherTargets, TokenObjective
 from .batch import EXTRA_COLUMNS, DistillationBatch, accepted, global_weight, split_batch
 from .config import DistillationConfig, OnPolicy
-from .head_forward import replaced_forward
-from .objective import TeacherTargets, TokenObjective
 from .on_policy import completed_batch, generate, is_generated, own_randomness, prompts_of
 from .projector_files import load_projectors, save_projectors, split_projectors
 from .student_step import StudentStep
@@ -44,6 +44,9 @@ class DistillationTrainer(Trainer):
     Raises:
         UsageError: terms, teacher and arguments do not go together; all faults at once.
     """
+
+    shares_sequences = True
+    """Cuts sequences over ranks by itself, so that `SequenceParallelCallback` leaves it alone."""
 
     def __init__(
         self,

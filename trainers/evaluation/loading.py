@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
-from ..text import TOKENIZER_FILES, load_tokenizer
+from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
 from .stored_sizes import SMALL_FORMAT
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -147,8 +146,8 @@ def local_directory(subject: Subject) -> Path:
 def subject_tokenizer(subject: Subject) -> Any:
     """Return a model's tokenizer; bytes where a local model has none."""
     where = subject.source.name
-    flags = argparse.Namespace(model=where, tokenizer=None, revision=subject.source.revision)
-    return load_tokenizer(flags, subject.vocab_size)
+    source = StartingModel(model=where, revision=subject.source.revision)
+    return load_tokenizer(source, subject.vocab_size)
 
 
 def has_tokenizer(subject: Subject) -> bool:
@@ -225,7 +224,7 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
 def _load_small_format(directory: Path, dtype: str, device: str) -> Any:
     import torch
 
-    from ..quantization.spqr import load_spqr
+    from ..formats.spqr_format import load_spqr
 
     model = load_spqr(directory).to(device).eval()
     return model if dtype == "auto" else model.to(getattr(torch, dtype))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...ds_configs.specs.units import gigabytes, human_count
-from ..markdown import table
+from ..formats.markdown import table
 from .estimates import Estimate
 from .result import Evaluation, ModelResult
 

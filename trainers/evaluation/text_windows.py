@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
-from ..datasets.chat import IGNORED_LABEL, special_prefix, special_suffix
-from ..datasets.samples import load_samples
-from ..datasets.sources import PYTHON_HELP
+from ..data.chat import IGNORED_LABEL, special_prefix, special_suffix
+from ..data.samples import load_samples
+from ..data.sources import PYTHON_HELP
 
 Window = dict[str, list[int]]
 

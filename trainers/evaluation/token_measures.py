@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...plugins.transformers.output_heads import output_head
-from ..datasets.chat import IGNORED_LABEL
-from ..datasets.samples import collate
-from ..distillation.head_forward import captured_head_input
-from ..distillation.row_telemetry import dense_rows
+from ..data.chat import IGNORED_LABEL
+from ..data.samples import collate
+from ..losses.head_forward import captured_head_input
+from ..losses.row_telemetry import dense_rows
 from .text_windows import Window
 
 if TYPE_CHECKING:

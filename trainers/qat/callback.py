@@ -15,14 +15,14 @@ from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.engine import share_with_zero3
-from ..notes import note
-from .attach import Attachment, attach, attachment_of
+from ...plugins.launching.notes import note
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
-from .config import QATConfig
+from .rounding.attach import Attachment, attach, attachment_of
+from .rounding.config import QATConfig
 from .training_checks import first_rank_loading_faults, foreign_optimizer_faults, training_faults
 
 if TYPE_CHECKING:
-    from .export import ExportResult
+    from .export.checkpoint import ExportResult
 
 
 class QATCallback(TrainerCallback, ExportableState):
@@ -128,7 +128,7 @@ class QATCallback(TrainerCallback, ExportableState):
         at_its_bits = current.bits in (None, attachment.scheme.weights.bits)
         current.trained_steps += int(current.enabled and at_its_bits)
         if current.observing:
-            from .input_ranges import synchronise
+            from .rounding.input_ranges import synchronise
 
             synchronise(attachment.ranges.values())
         self._follow(state.global_step)
@@ -150,7 +150,7 @@ class QATCallback(TrainerCallback, ExportableState):
             UsageError: the model was not trained with these numbers, or the directory is in use.
             RefusedInputError: weights or scales are NaN or infinite.
         """
-        from .export import export
+        from .export.checkpoint import export
 
         tokenizer = how.pop("tokenizer", None) or getattr(trainer, "processing_class", None)
         return export(trainer.model, self._attached(), Path(output_dir), tokenizer=tokenizer, **how)
@@ -173,8 +173,8 @@ class QATCallback(TrainerCallback, ExportableState):
         empty = any(one.scale is None for one in attachment.ranges.values())
         if not empty or self._calibration is None:
             return
-        from .input_ranges import calibrate_inputs, load_ranges
-        from .learned_scales import start_from_ranges
+        from .rounding.input_ranges import calibrate_inputs, load_ranges
+        from .rounding.learned_scales import start_from_ranges
 
         if isinstance(self._calibration, str | Path):
             load_ranges(Path(self._calibration), attachment)

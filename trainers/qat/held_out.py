@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..datasets.chat import IGNORED_LABEL
-from .attach import Attachment, attachment_of, fake_quantization_disabled
+from ..data.chat import IGNORED_LABEL
+from .rounding.attach import Attachment, attachment_of, fake_quantization_disabled
 
 DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"
 """Names in the Trainer's log, which checkpoints keep: a resumed run has them from its first part."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +24,9 @@ from ...ds_configs.specs.errors import DoesNotFitError, Fault, UsageError, colle
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.llm_compressor.experts import expert_faults
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
-from ..datasets.samples import Samples, load_samples
-from ..model_directory import output_faults
-from ..text import load_tokenizer
+from ..data.models import StartingModel, load_tokenizer
+from ..data.samples import Samples, load_samples
+from ..formats.model_directory import output_faults
 from .journal_place import journal_faults
 
 Notify = Callable[[str], None]
@@ -161,8 +160,7 @@ def _samples(
 
 
 def _tokenizer(source: QuantizationSource) -> Any:
-    flags = argparse.Namespace(model=str(source.directory), tokenizer=None, revision=None)
-    return load_tokenizer(flags, source.dimensions.vocab_size)
+    return load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
 
 
 def _memory(

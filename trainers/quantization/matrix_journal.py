@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .spqr_format import SmallMatrix, matrix_settings, read_matrix
+from ..formats.spqr_format import SmallMatrix, matrix_settings, read_matrix
 
 if TYPE_CHECKING:
     pass

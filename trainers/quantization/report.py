@@ -12,9 +12,9 @@ from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.specs.units import gigabytes
 from ..evaluation.report import CHART_FILE, chart, report_section
 from ..evaluation.result import Evaluation
-from ..markdown import table
+from ..formats.markdown import table
+from ..verify.checkpoint import Verification
 from .inputs import Prepared
-from .verify import Verification
 
 SCHEMA_VERSION = 1
 """Version of `quantize --format json` and of `quantization.json`."""

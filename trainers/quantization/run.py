@@ -20,13 +20,20 @@ from ...plugins.transformers.quantized_model import ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
 from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows
-from ..model_directory import copy_companions, publish
+from ..formats.model_directory import copy_companions, publish
+from ..formats.spqr_format import SMALL_DIRECTORY
+from ..verify.checkpoint import (
+    UNPROVEN,
+    ReferenceLogits,
+    Verification,
+    fail_output,
+    reference_logits,
+    verify_checkpoint,
+)
 from .engines import quantize_in_memory
 from .inputs import Notify, Prepared, prepare
 from .journal_place import discard_journal, journal_directory
 from .report import Outcome, report_files
-from .spqr import SMALL_DIRECTORY
-from .verify import UNPROVEN, ReferenceLogits, Verification, fail_output, reference_logits, verify_checkpoint
 
 _PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
 

@@ -12,12 +12,10 @@ from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.transformers.quantized_model import ReportProgress
-from .low_rank_residual import LowRankOptions, low_rank_residual
-from .spqr_format import DESCRIPTION, SmallMatrix, load_small_format, save_small_format
-from .spqr_matrix import SpQROptions, spqr_quantize
+from ..formats.low_rank_residual import LowRankOptions, low_rank_residual
+from ..formats.spqr_format import SMALL_DIRECTORY, SmallMatrix, save_small_format
+from ..formats.spqr_matrix import SpQROptions, spqr_quantize
 
-SMALL_DIRECTORY = "small"
-"""Where the small format lies in a checkpoint."""
 _FROM_SCHEME = ("bits", "group_size", "symmetric")
 
 Options = TypeVar("Options", SpQROptions, LowRankOptions)
@@ -107,17 +105,6 @@ def quantize_with_low_rank(
     chosen = _options(LowRankOptions, stated, options)
     run = _Run(model, tokenizer, scheme, "low-rank", calibration, batch_size, asdict(chosen), journal, run_key)
     return run.start(lambda weight_OI, hessian_II: low_rank_residual(weight_OI, hessian_II, chosen), report)
-
-
-def load_spqr(directory: Path) -> Any:
-    """Return the model of a checkpoint in the small format, from its directory or the one above.
-
-    Raises:
-        RefusedInputError: files are missing, damaged, or do not fit one another.
-    """
-    directory = Path(directory)
-    inside = directory / SMALL_DIRECTORY
-    return load_small_format(inside if (inside / DESCRIPTION).is_file() else directory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
-from ..quantization.bit_packing import pack_bits
+from ..formats.bit_packing import pack_bits
 
 if TYPE_CHECKING:
     from torch import Tensor

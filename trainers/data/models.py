@@ -1,0 +1,126 @@
+"""The model that a training or an evaluation starts from: its configuration, weights and tokenizer, and nothing else.
+
+Weights come from safetensors alone, and code that a repository ships is never run.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...plugins.launching.notes import note
+from ...plugins.peft.lora import four_bit_loading
+from ...plugins.transformers.training_arguments import byte_tokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingModel:
+    """Where a model comes from."""
+
+    model: str
+    """Hub id, local directory, or `config.json`."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; `None` for the newest of its main branch."""
+    tokenizer: str | None = None
+    """Hub id or directory of another tokenizer; `None` for the model's own."""
+    random_weights: bool = False
+    """Whether weights are initialised from the configuration and none are read."""
+    method: str = "full"
+    """`full`, `lora` or `qlora`, which loads weights in 4 bits."""
+
+
+def load_config(source: StartingModel) -> Any:
+    """Read the model configuration; code that a repository ships is never run."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source.model, revision=source.revision, trust_remote_code=False)
+
+
+def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for_stages: bool = False) -> Any:
+    """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are made.
+
+    `for_stages` leaves weights to the stages of a pipeline where these can get them as they are wanted: the model is
+    then the name of its checkpoint, or without memory.
+
+    Raises:
+        RefusedInputError: A local directory has weights in another format than safetensors.
+        UsageError: 4-bit weights are asked for where there are none to load.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(seed)
+    place = Path(source.model)
+    random_weights = source.random_weights or place.is_file()
+    if place.is_dir() and not random_weights and not any(place.glob("*.safetensors")):
+        unsafe = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in place.glob(pattern))
+        if unsafe:
+            raise RefusedInputError(
+                Fault(
+                    where=str(place),
+                    value=unsafe,
+                    rule="weights are read from safetensors only, other formats can run code",
+                    fix="convert them, or pass --random-weights",
+                )
+            )
+        note(f"{place} has no weights: they are initialised at random")
+        random_weights = True
+    if random_weights and source.method == "qlora":
+        raise UsageError(Fault(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
+    if random_weights:
+        with torch.device("meta") if for_stages else nullcontext():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    if for_stages and source.method == "full":
+        return source.model
+    return AutoModelForCausalLM.from_pretrained(
+        source.model,
+        revision=source.revision,
+        config=config,
+        dtype=dtype,
+        quantization_config=four_bit_loading(dtype) if source.method == "qlora" else None,
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+
+
+def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
+    """Return the tokenizer: the named one, the model's, or bytes when a local model has none.
+
+    Raises:
+        UsageError: The tokenizer produces ids that the model has no embedding for.
+    """
+    from transformers import AutoTokenizer
+
+    place = Path(source.tokenizer or source.model)
+    found = any((place / name).is_file() for name in TOKENIZER_FILES)
+    if source.tokenizer is None and place.exists() and not found:
+        note(f"{place} has no tokenizer: text is split into bytes")
+        return byte_tokenizer(vocab_size)
+    revision = None if source.tokenizer else source.revision
+    tokenizer = AutoTokenizer.from_pretrained(str(place), revision=revision, trust_remote_code=False)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        rule = f"its ids must be below the model's vocab_size = {vocab_size}, the largest is {largest}"
+        raise UsageError(Fault(where="--tokenizer", value=str(place), rule=rule))
+    return tokenizer
+
+
+def check_seq_len(seq_len: int, config: Any) -> None:
+    """Refuse a sequence beyond learned positions, and remark on one beyond what rotary positions were trained for.
+
+    Raises:
+        UsageError: the model has no embedding for the last positions.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None or seq_len <= longest:
+        return
+    if getattr(text, "rope_parameters", None) is None:
+        rule = f"the model has {longest} learned positions"
+        raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="lower it"))
+    note(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")

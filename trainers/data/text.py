@@ -1,0 +1,37 @@
+"""From text files to samples of a fixed number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.specs.errors import Fault, UsageError
+
+
+def read_documents(files: Sequence[Path] | None) -> list[str]:
+    """Return the texts to train on: one document per file, or the topics of Python's own help."""
+    if files:
+        return [path.read_text(encoding="utf-8") for path in files]
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def pack(documents: Sequence[str], tokenizer: Any, seq_len: int) -> list[dict[str, Any]]:
+    """Join the documents' tokens and cut them into samples of ``seq_len`` tokens; the rest is left out.
+
+    Raises:
+        UsageError: The text is shorter than one sample.
+    """
+    import torch
+
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    encoded = tokenizer(list(documents), add_special_tokens=False)["input_ids"]
+    tokens = [token for document in encoded for token in [*document, *end]]
+    samples = len(tokens) // seq_len
+    if samples == 0:
+        rule = f"the text has {len(tokens)} tokens, fewer than one sample"
+        raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="give more --text or lower --seq-len"))
+    blocks_NT = torch.tensor(tokens[: samples * seq_len]).view(samples, seq_len)
+    return [{"input_ids": block_T, "labels": block_T} for block_T in blocks_NT]

@@ -1,1 +1,0 @@
-"""Datasets as token samples, for everything that trains, calibrates or evaluates."""

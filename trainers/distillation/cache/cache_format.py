@@ -1,0 +1,199 @@
+"""One token's answer of a teacher in a fixed number of bytes: its K likeliest tokens, and the mass of all others.
+
+A record holds, for K ids out of V and each temperature:
+
+    ids         a sorted set, Elias-Fano coded (Elias 1974; Fano 1971): the low bits of each, and the high parts as a
+                bit vector with one bit for each id
+    depths      how far each log-probability lies below the largest, `value_bits` each: range · (code / codes)²
+    range       fp16
+    per τ       fp16 log of the mass r of all other tokens
+
+The log-sum-exp of (z - max z) / τ follows: it is ``log Σ_K exp(-depth / τ) - log(1 - r)``, so it is not stored.
+50 of 151,936 ids take 675 bits, depths 300, one temperature 4 bytes with the range: 126 bytes. Coding depths by squares
+spends the precision where the probabilities are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....ds_configs.specs.errors import Fault, UsageError
+
+LARGEST_RANGE = 60.0
+"""Depths beyond are stored as this: exp(-60) is 0 beside 1 in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat:
+    """How records are laid out; equal formats read each other's records.
+
+    Raises:
+        UsageError: sizes that no record can have; all faults at once.
+    """
+
+    top_k: int
+    """Likeliest tokens kept, at most the vocabulary."""
+    vocab_size: int
+    """Tokens that the teacher's answers are about."""
+    temperatures: tuple[float, ...]
+    """Temperatures that can be asked for."""
+    value_bits: int = 6
+    """Bits of each depth."""
+
+    def __post_init__(self) -> None:
+        """Check all values together."""
+        faults = []
+
+        def check(where: str, value: object, holds: bool, rule: str) -> None:
+            if not holds:
+                faults.append(Fault(where=where, value=value, rule=rule))
+
+        check("vocab_size", self.vocab_size, 2 <= self.vocab_size < 2**31, "from 2 to 2^31 - 1")
+        check("top_k", self.top_k, 1 <= self.top_k <= self.vocab_size, "from 1 to the size of the vocabulary")
+        check("value_bits", self.value_bits, 2 <= self.value_bits <= 16, "from 2 to 16")
+        positive = bool(self.temperatures) and all(0 < one < float("inf") for one in self.temperatures)
+        distinct = len(set(self.temperatures)) == len(self.temperatures)
+        check("temperatures", self.temperatures, positive and distinct, "one or more, above 0, each once")
+        if faults:
+            raise UsageError(faults)
+
+    @property
+    def low_bits(self) -> int:
+        """Low bits of each id: ⌊log2(V / K)⌋."""
+        return max(0, (self.vocab_size // self.top_k).bit_length() - 1)
+
+    @property
+    def high_bits(self) -> int:
+        """Length of the bit vector of high parts: one bit for each id and for each step of the high part."""
+        return self.top_k + (self.vocab_size >> self.low_bits) + 1
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of ids and depths."""
+        return -(-(self.top_k * (self.low_bits + self.value_bits) + self.high_bits) // 8)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one token's record."""
+        return self.packed_bytes + 2 + 2 * len(self.temperatures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a teacher says of N tokens, before or after coding."""
+
+    ids_NK: Any
+    """int64, ascending in each row."""
+    depths_NK: Any
+    """fp32, the largest log-probability minus each."""
+    log_tail_NT: Any
+    """fp32 log of the mass outside the K ids, for each temperature; -inf where there is none."""
+
+
+def encode(answers: Answers, layout: RecordFormat) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return records, uint8 [N, record_bytes]."""
+    ids, depths = np.asarray(answers.ids_NK, dtype=np.int64), np.asarray(answers.depths_NK, dtype=np.float32)
+    rows = len(ids)
+    depths = np.minimum(depths, LARGEST_RANGE)
+    spread = depths.max(axis=1).astype(np.float16)
+    # fp16 may round down, which would put the deepest beyond the last code.
+    spread = np.where(spread.astype(np.float32) < depths.max(axis=1), np.nextafter(spread, np.float16(np.inf)), spread)
+    high = np.zeros((rows, layout.high_bits), dtype=np.uint8)
+    positions = (ids >> layout.low_bits) + np.arange(layout.top_k)
+    high[np.arange(rows)[:, None], positions] = 1
+    largest_code = 2**layout.value_bits - 1
+    share = depths / np.maximum(spread.astype(np.float32), np.float32(1e-8))[:, None]
+    codes = np.rint(largest_code * np.sqrt(np.minimum(share, 1.0))).astype(np.int64)
+    bits = [_bits(ids & ((1 << layout.low_bits) - 1), layout.low_bits), high, _bits(codes, layout.value_bits)]
+    packed = np.packbits(np.concatenate(bits, axis=1), axis=1)
+    tail = np.asarray(answers.log_tail_NT, dtype=np.float32).astype(np.float16)
+    numbers = np.concatenate([spread.astype(np.float16)[:, None], tail], axis=1)
+    return np.concatenate([packed, np.ascontiguousarray(numbers).view(np.uint8)], axis=1)
+
+
+def decode(records: np.ndarray[Any, np.dtype[np.uint8]], layout: RecordFormat) -> Answers:
+    """Return what records hold.
+
+    Raises:
+        UsageError: bytes that no teacher's answer gives.
+    """
+    k, low_end = layout.top_k, layout.top_k * layout.low_bits
+    positions = _ones(records, low_end, layout.high_bits, k)
+    ids = ((positions - np.arange(k)) << layout.low_bits) | _numbers(records, 0, k, layout.low_bits)
+    if (ids[:, -1] >= layout.vocab_size).any():
+        raise _damaged()
+    codes = _numbers(records, low_end + layout.high_bits, k, layout.value_bits)
+    numbers = np.ascontiguousarray(records[:, layout.packed_bytes :]).view(np.float16).astype(np.float32)
+    share = codes.astype(np.float32) / np.float32(2**layout.value_bits - 1)
+    return Answers(ids_NK=ids, depths_NK=numbers[:, :1] * share**2, log_tail_NT=numbers[:, 1:])
+
+
+def log_probabilities(answers: Answers, layout: RecordFormat, temperature: float) -> tuple[Any, Any]:
+    """Return log-probabilities [N, K] of the ids and of all others [N] at a stored temperature.
+
+    What rounding did to the K is spread over them, so that they and the others add up to one.
+
+    Raises:
+        UsageError: the temperature was not stored.
+    """
+    if temperature not in layout.temperatures:
+        stored = ", ".join(str(one) for one in layout.temperatures)
+        rule = f"the cache holds {stored}"
+        raise UsageError(
+            Fault(where="temperature", value=temperature, rule=rule, fix="use one of them, or write it again")
+        )
+    index = layout.temperatures.index(temperature)
+    log_p = -answers.depths_NK / np.float32(temperature)
+    log_tail = answers.log_tail_NT[:, index]
+    if layout.top_k == layout.vocab_size:
+        log_tail = np.full_like(log_tail, -np.inf)
+    log_kept = np.log(np.maximum(-np.expm1(np.minimum(log_tail, 0.0)), np.float32(1e-7)))
+    largest = log_p.max(axis=1, keepdims=True)
+    log_sum = largest[:, 0] + np.log(np.exp(log_p - largest).sum(axis=1))
+    log_p = log_p + (log_kept - log_sum)[:, None]
+    return log_p.astype(np.float32), log_tail.astype(np.float32)
+
+
+def _bits(numbers: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    shifts = np.arange(width - 1, -1, -1)
+    return ((numbers[:, :, None] >> shifts) & 1).astype(np.uint8).reshape(len(numbers), -1)
+
+
+def _numbers(records: np.ndarray[Any, Any], first_bit: int, count: int, width: int) -> np.ndarray[Any, Any]:
+    """Return `count` numbers of `width` bits each that begin at a bit of every record, int64 [N, count]."""
+    starts = first_bit + width * np.arange(count)
+    read_bytes = -(-(7 + width) // 8)
+    # The last number's bytes may reach beyond the record; what they add is shifted out.
+    last_byte = records.shape[1] - 1
+    found = np.zeros((len(records), count), dtype=np.int64)
+    for offset in range(read_bytes):
+        found <<= 8
+        found |= records[:, np.minimum((starts >> 3) + offset, last_byte)]
+    found >>= 8 * read_bytes - width - (starts & 7)
+    found &= (1 << width) - 1
+    return found
+
+
+def _ones(records: np.ndarray[Any, Any], first_bit: int, bit_count: int, k: int) -> np.ndarray[Any, Any]:
+    """Return where the K ones of a bit vector are that begins at a bit of every record, int64 [N, K].
+
+    Raises:
+        UsageError: a record has more or fewer.
+    """
+    first_byte, skipped = divmod(first_bit, 8)
+    covering = np.ascontiguousarray(records[:, first_byte : -(-(first_bit + bit_count) // 8)])
+    bits = np.ascontiguousarray(np.unpackbits(covering, axis=1)[:, skipped : skipped + bit_count])
+    found = np.flatnonzero(bits)
+    if len(found) != len(records) * k:
+        raise _damaged()
+    positions = found.reshape(len(records), k) - bit_count * np.arange(len(records))[:, None]
+    if (positions[:, 0] < 0).any() or (positions[:, -1] >= bit_count).any():
+        raise _damaged()
+    return positions
+
+
+def _damaged() -> UsageError:
+    return UsageError(Fault(where="teacher cache", rule="holds records that are damaged", fix="write it again"))

@@ -1,0 +1,267 @@
+"""Writes a teacher's answers to a dataset, shard by shard, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....ds_configs.plan.write import write_files
+from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...losses.head_forward import captured_head_input
+from ..batch import accepted
+from .cache_format import Answers, RecordFormat, encode
+from .teacher_cache import (
+    MANIFEST,
+    CacheKey,
+    Shard,
+    TeacherCache,
+    file_sha256,
+    key_faults,
+    read_manifest,
+    sample_hash,
+    write_manifest,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_ROWS = 2**18
+CHUNK_ROWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far writing is."""
+
+    done_samples: int
+    all_samples: int
+    tokens_per_s: float
+    """Of this run."""
+    remaining_s: float
+
+
+def cache_key(
+    teacher: str, weights: str, tokenizer: Any, layout: RecordFormat, *, rendered_by_template: bool
+) -> CacheKey:
+    """Return the key of a cache."""
+    return CacheKey(
+        teacher=teacher,
+        weights=weights,
+        tokenizer=tokenizer_hash(tokenizer),
+        template=template_hash(tokenizer, used=rendered_by_template),
+        layout=layout,
+    )
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Return a hash of everything that decides how a tokenizer splits text.
+
+    Fast tokenizers keep how the last call padded and truncated (transformers 5.17.0, tokenization_utils_tokenizers.py
+    `set_truncation_and_padding`); both are left out.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content = repr(sorted(tokenizer.get_vocab().items()))
+    else:
+        content = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def template_hash(tokenizer: Any, *, used: bool) -> str:
+    """Return a hash of the chat template; that of an empty one where no conversation is rendered."""
+    template = str(getattr(tokenizer, "chat_template", None) or "") if used else ""
+    return hashlib.sha256(template.encode()).hexdigest()
+
+
+def weights_identity(name: str, revision: str | None, config: Any) -> str:
+    """Return the commit of a Hub model, or a hash of the files of a local one."""
+    directory = Path(name)
+    if not directory.is_dir():
+        return str(getattr(config, "_commit_hash", None) or revision or "main")
+    digest = hashlib.sha256()
+    for path in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
+        digest.update(path.name.encode() + bytes.fromhex(file_sha256(path)))
+    return digest.hexdigest()
+
+
+def write_cache(
+    directory: Path,
+    key: CacheKey,
+    teacher: Any,
+    samples: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    device: Any,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> TeacherCache:
+    """Store the answers to samples that the directory does not hold yet, each sample once, and return the cache.
+
+    Raises:
+        RefusedInputError: the directory holds another cache, or damaged files; every mismatch and file is named.
+        ShardwrightError: the teacher's logits are no numbers, or the system refuses to write.
+        UsageError: the teacher does not call its output embeddings.
+    """
+    shards, missing = _missing(directory, key, samples)
+    all_samples, all_tokens = len(samples), sum(len(ids) for ids in missing)
+    started, tokens, done = time.monotonic(), 0, len(samples) - len(missing)
+
+    def answered(batch: Sequence[Sequence[int]]) -> None:
+        nonlocal tokens, done
+        tokens, done = tokens + sum(len(ids) for ids in batch), done + len(batch)
+        speed = tokens / max(1e-9, time.monotonic() - started)
+        left_s = (all_tokens - tokens) / speed
+        if on_progress is not None:
+            on_progress(Progress(done_samples=done, all_samples=all_samples, tokens_per_s=speed, remaining_s=left_s))
+
+    for group in _groups(missing):
+        records = []
+        for batch in _batches(group, batch_size):
+            records += [encode(answers, key.layout) for answers in teacher_answers(teacher, batch, key.layout, device)]
+            answered(batch)
+        shards.append(_write_shard(directory, len(shards), group, records))
+        write_manifest(directory, key, shards)
+    if not shards:
+        write_manifest(directory, key, shards)
+    return TeacherCache.open(directory, key)
+
+
+def finished_shards(directory: Path, key: CacheKey) -> list[Shard]:
+    """Return the files that a directory holds of a cache; none where it holds no cache.
+
+    Raises:
+        RefusedInputError: it holds another cache; every mismatch is named.
+    """
+    if not (directory / MANIFEST).exists():
+        return []
+    found, shards = read_manifest(directory)
+    faults = key_faults(found, key, directory)
+    if found.layout != key.layout and not faults:
+        rule = f"holds other records ({found.layout}, asked for {key.layout})"
+        faults = [Fault(where=f"teacher cache {directory}", rule=rule, fix="write to another directory")]
+    if faults:
+        raise RefusedInputError(faults)
+    return shards
+
+
+def _missing(
+    directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]
+) -> tuple[list[Shard], list[Sequence[int]]]:
+    """Return the finished shards, whose content is checked, and the samples that none of them holds."""
+    shards = finished_shards(directory, key)
+    seen: set[bytes] = set()
+    if shards:
+        cache = TeacherCache(directory, key, shards)
+        rule, fix = "is not what was written", "write the cache again, to an empty directory"
+        faults = [Fault(where=str(directory / file), rule=rule, fix=fix) for file in cache.damaged_files()]
+        if faults:
+            raise RefusedInputError(faults)
+        seen = {sample_hash(ids) for ids in samples if ids in cache}
+    missing = []
+    for ids in samples:
+        digest = sample_hash(ids)
+        if digest not in seen and len(ids):
+            seen.add(digest)
+            missing.append(ids)
+    return shards, missing
+
+
+def _groups(samples: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Cut samples into groups of about `SHARD_ROWS` rows, similar lengths together."""
+    group: list[Sequence[int]] = []
+    rows = 0
+    for ids in sorted(samples, key=len):
+        group.append(ids)
+        rows += len(ids)
+        if rows >= SHARD_ROWS:
+            yield group
+            group, rows = [], 0
+    if group:
+        yield group
+
+
+def _batches(samples: list[Sequence[int]], batch_size: int) -> Iterator[list[Sequence[int]]]:
+    for first in range(0, len(samples), batch_size):
+        yield samples[first : first + batch_size]
+
+
+def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], records: list[Any]) -> Shard:
+    import numpy as np
+    from safetensors.numpy import save
+
+    lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
+    arrays = {
+        "records": np.concatenate(records),
+        "hashes": np.stack([np.frombuffer(sample_hash(ids), dtype=np.uint8) for ids in samples]),
+        "starts": np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64),
+        "lengths": lengths,
+    }
+    name = f"answers-{number:05d}.safetensors"
+    content = save(arrays)
+    write_files({name: content}, directory, force=True)
+    return Shard(
+        file=name,
+        rows=int(lengths.sum()),
+        samples=len(samples),
+        file_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def teacher_answers(
+    teacher: Any, samples: Sequence[Sequence[int]], layout: RecordFormat, device: Any
+) -> Iterator[Answers]:
+    """Run a placed teacher on a batch of samples and return what it says of every token, some rows at a time.
+
+    Raises:
+        ShardwrightError: its logits are no numbers.
+        UsageError: it does not call its output embeddings.
+    """
+    import torch
+
+    longest = max(len(ids) for ids in samples)
+    ids_BS = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in samples], device=device)
+    lengths_B = torch.tensor([len(ids) for ids in samples], device=device)
+    mask_BS = torch.arange(longest, device=device) < lengths_B[:, None]
+    with torch.no_grad(), captured_head_input(teacher.model) as kept:
+        teacher(**accepted(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
+    if not kept:
+        rule = "its forward does not call its output embeddings as a module, whose input is cached"
+        raise UsageError(Fault(where=f"teacher {type(teacher.model).__name__}", rule=rule, fix="use a live teacher"))
+    hidden_NH = kept[0][mask_BS]
+    with torch.no_grad(), teacher.gathered_head() as head:
+        for chunk_nH in hidden_NH.split(CHUNK_ROWS):
+            yield answers_of(head.logits(chunk_nH.to(head.weight_VH.dtype)), layout)
+
+
+def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> Answers:
+    """Return the K likeliest of the first V tokens with everything that a record holds, computed in fp32.
+
+    Raises:
+        ShardwrightError: the logits are no numbers.
+    """
+    import torch
+
+    logits_NV = logits_NV[:, : layout.vocab_size].float()
+    if logits_NV.shape[1] < layout.vocab_size:
+        rule = f"has {logits_NV.shape[1]} logits for {layout.vocab_size} tokens"
+        raise ShardwrightError(f"teacher: {rule}")
+    largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    if not bool(torch.isfinite(largest_N1).all()) or bool(torch.isnan(logits_NV).any()):
+        raise ShardwrightError("teacher: NaN or infinite logits; load it in bf16 or fp32, and check its weights")
+    below_NV = logits_NV - largest_N1
+    ids_NK = below_NV.topk(layout.top_k, dim=-1).indices.sort(dim=-1).values
+    rest_NV = below_NV.scatter(1, ids_NK, float("-inf"))
+    tails = [
+        (rest_NV / temperature).logsumexp(dim=-1) - (below_NV / temperature).logsumexp(dim=-1)
+        for temperature in layout.temperatures
+    ]
+    return Answers(
+        ids_NK=ids_NK.cpu().numpy(),
+        depths_NK=-below_NV.gather(1, ids_NK).cpu().numpy(),
+        log_tail_NT=torch.stack(tails, dim=1).cpu().numpy(),
+    )

@@ -1,0 +1,189 @@
+"""Everything about a distillation that can be wrong, found before anything is launched or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ....ds_configs.plan.plan import Plan
+from ....ds_configs.specs.errors import Fault, UsageError, collecting
+from ....plugins.planning.from_names import plan as make_plan
+from ....plugins.planning.models import LoadedModel, load_model
+from ...data.models import TOKENIZER_FILES, StartingModel, check_seq_len, load_config, load_tokenizer
+from ...data.samples import Samples
+from ...runs.inputs import (
+    Notify,
+    chosen_hardware,
+    evenly_held_out,
+    launch_faults,
+    named_samples,
+    trained_teacher,
+    training_job,
+)
+from ...runs.settings import PLAN_DIRECTORY, is_without, output_faults, source_faults
+from .run_files import DistillSettings, combination_faults, distillation_config
+from .run_report import file_names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A distillation that can be launched; nothing was written for it."""
+
+    settings: DistillSettings
+    """What was asked for."""
+    teacher: str
+    """Hub id or directory of the teacher."""
+    student: str
+    """Hub id, directory or `config.json` of the student."""
+    plan: Plan
+    """Where everything goes."""
+    samples: Samples
+    """What is trained and evaluated on."""
+    tokenizer: Any
+    """The student's tokenizer."""
+    teacher_tokenizer: Any
+    """The teacher's tokenizer."""
+    vocab_size: int | None
+    """Tokens that both tokenizers have; `None` across tokenizers."""
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Files that a run writes, beside the model's weights and checkpoints."""
+        return (*(f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names), *file_names(self.settings))
+
+
+def prepare(
+    settings: DistillSettings, teacher: str, student: str, output_dir: Path, *, notify: Notify, **how: bool
+) -> Prepared:
+    """Read everything that can be wrong, report all faults together, and plan.
+
+    Args:
+        settings: What to do.
+        teacher: Hub id or directory.
+        student: Hub id, directory, or `config.json` for random weights.
+        output_dir: Where results will go.
+        notify: Receives remarks.
+        how: `dry_run`, `force` and `resume`.
+
+    Raises:
+        UsageError: all faults together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        PlanDoesNotFitError: no layout fits.
+    """
+    dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
+    faults = combination_faults(settings)
+    if not dry_run:
+        faults += output_faults(output_dir, force=force, resume=resume)
+        faults += source_faults(output_dir, teacher=teacher, student=student)
+    with collecting(faults):
+        distillation_config(settings, None)
+    hardware = loaded_student = loaded_teacher = tokenizers = samples = None
+    with collecting(faults):
+        hardware = chosen_hardware(settings)
+        faults += [] if dry_run else launch_faults(hardware)
+    with collecting(faults):
+        loaded_student = load_model(student, revision=settings.revision)
+    with collecting(faults):
+        loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
+    if loaded_student is not None and loaded_teacher is not None:
+        with collecting(faults):
+            tokenizers = _tokenizers(settings, teacher, student)
+    if tokenizers is not None and settings.dataset:
+        with collecting(faults):
+            samples = named_samples(settings, tokenizers[0])
+            if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
+                samples = _stored(samples, settings, teacher, tokenizers)
+    if faults:
+        raise UsageError(faults)
+    assert hardware and loaded_student and loaded_teacher and tokenizers and samples, "what failed left a fault"
+    _warn_of_sizes(loaded_student, loaded_teacher, notify)
+    placement = "cached" if settings.teacher_cache else settings.teacher_placement
+    job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
+    plan = make_plan(loaded_student, hardware, job, notify=notify)
+    return Prepared(
+        settings=_with_prompts(settings, samples),
+        teacher=teacher,
+        student=student,
+        plan=plan,
+        samples=evenly_held_out(samples, plan, settings),
+        tokenizer=tokenizers[0],
+        teacher_tokenizer=tokenizers[1],
+        vocab_size=tokenizers[2],
+    )
+
+
+def _tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[Any, Any, int | None]:
+    """Return the tokenizers of student and teacher, and how many tokens both have.
+
+    A student without one gets the teacher's.
+    """
+    own = StartingModel(model=student, revision=settings.revision)
+    other = StartingModel(model=teacher, revision=settings.teacher_revision)
+    config = load_config(own)
+    check_seq_len(settings.seq_len, config)
+    width = config.get_text_config().vocab_size
+    taught = load_tokenizer(other, load_config(other).get_text_config().vocab_size)
+    if is_without(Path(student), TOKENIZER_FILES) and not is_without(Path(teacher), TOKENIZER_FILES):
+        largest = max(taught.get_vocab().values())
+        if largest >= width:
+            rule = f"the student has no tokenizer, and the teacher's has ids up to {largest}"
+            fix = "give the student a larger vocabulary or a tokenizer of its own"
+            raise UsageError(Fault(where="student: vocab_size", value=width, rule=rule, fix=fix))
+        tokenizer = taught
+    else:
+        tokenizer = load_tokenizer(own, width)
+    if settings.cross_tokenizer:
+        return tokenizer, taught, None
+    from ...data.tokenizer_agreement import agreed_vocab_size
+
+    return tokenizer, taught, agreed_vocab_size(tokenizer, taught)
+
+
+def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizers: tuple[Any, Any, Any]) -> Samples:
+    """Check that a cache is this teacher's and knows what is trained on; keep the held-out samples that it knows."""
+    from ..cache.cache_writer import template_hash, tokenizer_hash, weights_identity
+    from ..cache.teacher_cache import TeacherCache, read_manifest
+
+    directory = Path(settings.teacher_cache or "")
+    where = f"teacher_cache {directory}"
+    key, _ = read_manifest(directory)
+    config = load_config(StartingModel(model=teacher, revision=settings.teacher_revision))
+    expected = replace(
+        key,
+        weights=weights_identity(teacher, settings.teacher_revision, config),
+        tokenizer=tokenizer_hash(tokenizers[1]),
+        template=template_hash(tokenizers[0], used=samples.statistics.kind == "messages"),
+    )
+    cache = TeacherCache.open(directory, expected)
+    layout, faults = cache.key.layout, []
+    if settings.temperature not in layout.temperatures:
+        rule = (
+            f"holds temperatures {', '.join(f'{one:g}' for one in layout.temperatures)}, not {settings.temperature:g}"
+        )
+        faults.append(Fault(where=where, rule=rule, fix="use one of them, or cache again with --temperature"))
+    missing = sum(sample["input_ids"] not in cache for sample in samples.train)
+    if missing:
+        rule = f"lacks {missing} of {len(samples.train)} training samples"
+        fix = "cache the same dataset with the same --seq-len"
+        faults.append(Fault(where=where, rule=rule, fix=fix))
+    if faults:
+        raise UsageError(faults)
+    known = [sample for sample in samples.evaluation if sample["input_ids"] in cache]
+    if not known:
+        rule = "holds none of the held-out samples, so the student could not be compared with its teacher"
+        raise UsageError(Fault(where=where, rule=rule, fix="cache the dataset again, held-out samples included"))
+    return replace(samples, evaluation=known)
+
+
+def _with_prompts(settings: DistillSettings, samples: Samples) -> DistillSettings:
+    """Every token of plain text has a label, so the student goes on from the first half of a sample."""
+    if not settings.on_policy or settings.prompt_tokens is not None or samples.statistics.kind != "text":
+        return settings
+    return settings.model_copy(update={"prompt_tokens": settings.seq_len // 2})
+
+
+def _warn_of_sizes(student: LoadedModel, teacher: LoadedModel, notify: Notify) -> None:
+    own, taught_by = student.spec.parameter_count, teacher.spec.parameter_count
+    if own > taught_by:
+        notify(f"the student has {own:,} parameters and the teacher {taught_by:,}: are they swapped?")

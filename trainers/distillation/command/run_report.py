@@ -1,0 +1,205 @@
+"""What a distillation did: `REPORT.md`, the student's model card, and the chart of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...formats.markdown import table
+from ...runs.report import (
+    CARD_FILE,
+    REPORT_FILE,
+    LaunchedOutcome,
+    StepResult,
+    card_front,
+    data_and_settings,
+    draw_steps,
+    empty_figure,
+    finish_axes,
+    license_of,
+    number,
+    perplexity,
+    png,
+    title_of,
+    where_it_ran,
+)
+from ...runs.settings import METRICS_FILE
+from .run_files import DistillSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA_VERSION = 1
+"""Version of `distill --format json`."""
+CHART_FILE = "distillation.png"
+_FORMULAS = {
+    "forward_kl": "KL(teacher | student)",
+    "reverse_kl": "KL(student | teacher)",
+    "jsd": "JSD(teacher, student)",
+    "skewed_kl": "KL(teacher | λ teacher + (1 - λ) student)",
+    "skewed_reverse_kl": "KL(student | (1 - λ) teacher + λ student)",
+    "total_variation": "½ Σ |teacher - student|",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult(StepResult):
+    """What the ranks measured, as it stands in `result.json`."""
+
+    before: Mapping[str, float]
+    """Metrics of the student on the held-out samples before its first step."""
+    after: Mapping[str, float]
+    """The same after its last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome(LaunchedOutcome):
+    """A distillation that ended well."""
+
+    settings: DistillSettings
+    """What was asked for."""
+    teacher: str
+    """Hub id or directory of the teacher."""
+    student: str
+    """Hub id, directory or `config.json` that the student started from."""
+    result: RunResult
+    """What was measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "teacher": self.teacher,
+            "student": self.student,
+            **self.where_and_what(self.settings),
+            "before": dict(self.result.before),
+            "after": dict(self.result.after),
+            **self.speed(self.result),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableRow:
+    """One measure on the held-out samples."""
+
+    name: str
+    """What is measured."""
+    before: str
+    """The student before."""
+    after: str
+    """The student after."""
+    teacher: str
+    """The teacher; empty where it makes no sense."""
+
+
+def comparison(result: RunResult) -> list[TableRow]:
+    """Return the measures of the student before and after, and of the teacher."""
+    before, after = result.before, result.after
+    rows = []
+    task = "student_cross_entropy" if "student_cross_entropy" in after else "loss"
+    taught = after.get("teacher_cross_entropy")
+    for name, shape in (("cross-entropy, nats a token", number), ("perplexity", perplexity)):
+        teacher = "" if taught is None else shape(taught)
+        rows.append(TableRow(name=name, before=shape(before[task]), after=shape(after[task]), teacher=teacher))
+    for key, name, shape, own in (
+        ("kl_per_token", "KL(teacher | student), nats a token", number, "0"),
+        ("top1_agreement", "same most likely token as the teacher", _percent, "100 %"),
+        ("speculative_acceptance", "expected speculative acceptance", _percent, "100 %"),
+    ):
+        if key in after:
+            rows.append(TableRow(name=name, before=shape(before[key]), after=shape(after[key]), teacher=own))
+    return rows
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def file_names(settings: DistillSettings) -> tuple[str, ...]:
+    """Return the names of the files that a run leaves in its output directory, beside the plan's."""
+    weights = "adapter_model.safetensors" if settings.method == "lora" else "model.safetensors"
+    config = "adapter_config.json" if settings.method == "lora" else "config.json"
+    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+
+
+def report_files(outcome: Outcome) -> dict[str, str | bytes]:
+    """Return the report, the model card and the chart by name."""
+    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: png(figure(outcome.metrics))}
+
+
+def report(outcome: Outcome) -> str:
+    """Return `REPORT.md`."""
+    plan, result, settings, data = outcome.plan, outcome.result, outcome.settings, outcome.statistics
+    shown = settings.model_dump() | {"learning_rate": settings.base_learning_rate()}
+    lines = [
+        "# Distillation report",
+        "",
+        f"`{outcome.teacher}` taught `{outcome.student}`: {outcome.speed_sentence(result)}",
+        "",
+        f"## On {data.evaluation_samples} held-out samples",
+        "",
+        *_comparison_table(result),
+        "",
+        "Means over all labelled tokens, each model reading the data's own tokens.",
+        "",
+        f"![loss and agreement]({CHART_FILE})",
+        "",
+        *where_it_ran(plan, result.peak_bytes),
+        *data_and_settings(data, shown, plan),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def model_card(outcome: Outcome) -> str:
+    """Return the student's `README.md`, with the metadata that the Hub reads."""
+    settings, data = outcome.settings, outcome.statistics
+    library = "peft" if settings.method == "lora" else "transformers"
+    lines = [
+        *card_front((outcome.student, outcome.teacher), library=library, tags=("distillation", "shardwright")),
+        f"# {title_of(outcome.student)}, taught by {title_of(outcome.teacher)}",
+        "",
+        f"`{outcome.student}` trained on `{data.source}` with `{outcome.teacher}` as its teacher: "
+        f"{objective_sentence(settings)}",
+        "",
+        *outcome.card_measures(outcome.result, settings, _comparison_table(outcome.result)),
+        f"Student: {license_of(outcome.student)}. Teacher: {license_of(outcome.teacher)}. A student may inherit terms "
+        "of its teacher and of the data: read all three before you publish it.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def objective_sentence(settings: DistillSettings) -> str:
+    """Return the loss that a run minimises, in one line."""
+    alpha, tau = settings.alpha, settings.temperature
+    parts = [f"{1 - alpha:g} · cross-entropy"] if alpha < 1 else []
+    scale = f"{alpha:g}" + ("" if tau == 1 else f" · {tau:g}²")
+    parts += [f"{scale} · {_FORMULAS[settings.loss]}" + ("" if tau == 1 else f" at τ = {tau:g}")] if alpha else []
+    parts += [f"{settings.hidden_states:g} · hidden states"] if settings.hidden_states else []
+    parts += [f"{settings.attention:g} · attention relations"] if settings.attention else []
+    share = f", {settings.on_policy:.0%} of the batches completed by the student" if settings.on_policy else ""
+    return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
+
+
+def _comparison_table(result: RunResult) -> list[str]:
+    rows = [(row.name, row.before, row.after, row.teacher) for row in comparison(result)]
+    return table(("", "student before", "student after", "teacher"), rows)
+
+
+def figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
+    """Return the chart: what is minimised and measured in nats on the left, agreement on the right."""
+    drawn, nats, shares = empty_figure()
+    measured = {
+        "loss": ("loss", "#4477aa"),
+        "student_cross_entropy": ("student's cross-entropy", "#228833"),
+        "teacher_cross_entropy": ("teacher's cross-entropy", "#bbbbbb"),
+        "kl_per_token": ("KL(teacher | student)", "#ee6677"),
+    }
+    agreement = {
+        "top1_agreement": ("same most likely token", "#4477aa"),
+        "speculative_acceptance": ("expected speculative acceptance", "#ccbb44"),
+    }
+    for axes, curves, name in ((nats, measured, "nats a token"), (shares, agreement, "share of tokens")):
+        draw_steps(axes, metrics, curves)
+        finish_axes(axes, name)
+    return drawn

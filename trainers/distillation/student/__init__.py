@@ -1,0 +1,1 @@
+"""A smaller student out of a teacher: enter by `maker.py`."""

@@ -1,0 +1,52 @@
+"""A teacher in memory and the token batches that its activations are measured on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....ds_configs.specs.errors import Fault, UsageError
+from ....plugins.huggingface_hub.hub import ModelSource
+from ...data.models import StartingModel, load_tokenizer
+from ...data.text import pack, read_documents
+
+if TYPE_CHECKING:
+    import torch
+
+LONGEST_SAMPLE_TOKENS = 512
+MOST_SAMPLES = 64
+_SAMPLES_PER_BATCH = 4
+
+
+def teacher_with_batches(
+    directory: Path, source: ModelSource, text: tuple[Path, ...]
+) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """Return the teacher in evaluation mode, on a GPU where there is one, and up to 64 samples of up to 512 tokens.
+
+    The samples are spread over the text, which is Python's help where none is named.
+
+    Raises:
+        UsageError: a text cannot be read, or is shorter than one sample.
+    """
+    import torch
+    import transformers
+
+    architecture = (source.config.get("architectures") or ["AutoModel"])[0]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loader = getattr(transformers, architecture)
+    model = loader.from_pretrained(str(directory), trust_remote_code=False, dtype="auto").to(device).eval()
+    config = model.config
+    source = StartingModel(model=str(directory))
+    positions = getattr(config, "max_position_embeddings", None) or LONGEST_SAMPLE_TOKENS
+    tokenizer = load_tokenizer(source, config.vocab_size)
+    samples = pack(_documents(text), tokenizer, min(LONGEST_SAMPLE_TOKENS, positions))
+    spread = samples[:: -(-len(samples) // MOST_SAMPLES)]
+    rows_NT = torch.stack([sample["input_ids"] for sample in spread]).to(device)
+    return model, [{"input_ids": part_BT} for part_BT in rows_NT.split(_SAMPLES_PER_BATCH)]
+
+
+def _documents(text: tuple[Path, ...]) -> list[str]:
+    try:
+        return read_documents(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(Fault(where="--text", rule=f"cannot be read ({error})", fix="give UTF-8 text files")) from None

@@ -1,1 +1,0 @@
-"""What trainings that the command line plans, launches and reports have in common."""

@@ -1,0 +1,1 @@
+"""Context parallelism of torch under FSDP2: `callback.py`."""

@@ -1,0 +1,1 @@
+"""Expert parallelism of DeepSpeed for the Trainer: `callback.py`."""

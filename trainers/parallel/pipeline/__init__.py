@@ -1,0 +1,1 @@
+"""Pipelines of a Hugging Face model: `trainer.py`."""

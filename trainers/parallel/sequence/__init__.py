@@ -1,0 +1,1 @@
+"""Ulysses sequence parallelism for the Trainer: `callback.py`."""

@@ -1,0 +1,175 @@
+"""Cuts batches into shards and joins what comes out: pure functions on tensors.
+
+Shapes: B samples, S tokens, P tokens padded to a multiple of the ranks, L = P / ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ....ds_configs.specs.errors import Fault, UsageError
+from ...data.chat import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    import torch
+
+LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
+
+
+_FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Borders of documents in a whole row, as flash kernels take them; they derive the same from positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One rank's part of a batch."""
+
+    inputs: dict[str, Any]
+    """What the model reads; `position_ids` [B, L] count from the start of the whole sequence."""
+    shift_labels_BL: torch.Tensor | None
+    """Label of the token that each position predicts, also across borders between shards; `None` without labels."""
+    labelled: torch.Tensor | None
+    """How many positions of the shard have a label, as a number in a tensor."""
+    whole_tokens: int
+    """S, before padding."""
+
+    def labels(self, *, shifts: bool) -> torch.Tensor:
+        """Return labels for a loss: [B, L], or [B, 1 + L] for one that drops the first label and the last logit itself.
+
+        A shard without labels gets one, so that its mean is a number; its weight is 0.
+        """
+        import torch
+
+        assert self.shift_labels_BL is not None and self.labelled is not None
+        labels_BL = self.shift_labels_BL.clone()
+        labels_BL[0, 0] = torch.where(self.labelled > 0, labels_BL[0, 0], torch.zeros_like(labels_BL[0, 0]))
+        if not shifts:
+            return labels_BL
+        return torch.nn.functional.pad(labels_BL, (1, 0), value=IGNORED_LABEL)
+
+
+def shifted_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the label that each position predicts, [B, S]; `None` for a batch without labels."""
+    import torch
+
+    if batch.get(SHIFT_LABELS) is not None:
+        return batch[SHIFT_LABELS]
+    if batch.get(LABELS) is None:
+        return None
+    return torch.nn.functional.pad(batch[LABELS][:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def labelled_tokens(batches: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
+    """Return how many tokens of whole batches have a label; `None` when a batch has no labels."""
+    import torch
+
+    found = [shifted_labels(batch) for batch in batches]
+    counts = [labels.ne(IGNORED_LABEL).sum() for labels in found if labels is not None]
+    return torch.stack(counts).sum() if counts and len(counts) == len(found) else None
+
+
+def example_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor that tells how many samples and tokens a batch has: [B, S] or [B, S, hidden]."""
+    example: torch.Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    return example
+
+
+def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 0) -> Shard:
+    """Return the part of a batch that belongs to `rank`, padded on the right to a multiple of `ranks`.
+
+    Tensors [B, S, ...] are cut along the sequence; others stay whole. The mask is left out: attention is causal, and
+    padding on the right is behind every token. So are borders of documents for flash kernels: positions tell them.
+
+    Raises:
+        UsageError: borders of documents come without positions.
+    """
+    import torch
+
+    if any(name in batch for name in _FLASH_BOUNDARIES) and batch.get(POSITION_IDS) is None:
+        rule = "count tokens of whole rows, and shards find documents in position_ids alone"
+        raise UsageError(Fault(where="cu_seq_lens", rule=rule, fix="let the collator return position_ids"))
+    example = example_of(batch)
+    samples, tokens = example.shape[:2]
+    length = -(-tokens // ranks)
+    extra = length * ranks - tokens
+    left_out = (LABELS, SHIFT_LABELS, ATTENTION_MASK, *_FLASH_BOUNDARIES)
+    whole = {name: value for name, value in batch.items() if name not in left_out}
+    if whole.get(POSITION_IDS) is None:
+        whole[POSITION_IDS] = torch.arange(tokens, device=example.device).expand(samples, -1)
+    labels_BS = shifted_labels(batch)
+    if labels_BS is not None:
+        whole[SHIFT_LABELS] = labels_BS
+    fills = {"input_ids": pad_token_id, SHIFT_LABELS: IGNORED_LABEL}
+    shards: dict[str, Any] = {}
+    for name, value in whole.items():
+        if not torch.is_tensor(value) or value.shape[:2] != (samples, tokens):
+            shards[name] = value
+            continue
+        if extra:
+            last = value[:, -1:] + torch.arange(1, extra + 1, device=value.device) if name == POSITION_IDS else None
+            padding = value.new_full((samples, extra, *value.shape[2:]), fills.get(name, 0)) if last is None else last
+            value = torch.cat([value, padding], dim=1)
+        shards[name] = value[:, rank * length : (rank + 1) * length].contiguous()
+    labels_BL = shards.pop(SHIFT_LABELS, None)
+    labelled = None if labels_BL is None else labels_BL.ne(IGNORED_LABEL).sum()
+    return Shard(inputs=shards, shift_labels_BL=labels_BL, labelled=labelled, whole_tokens=tokens)
+
+
+def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+    """Return whether any batch is padded on the left, and whether any packs documents into a row.
+
+    Positions of padding are not looked at: collators write what they like there.
+    """
+    import torch
+
+    left, packed = [], []
+    for batch in batches:
+        mask, positions = batch.get(ATTENTION_MASK), batch.get(POSITION_IDS)
+        mask = mask if mask is not None and mask.dim() == 2 else None
+        if mask is not None:
+            left.append((mask[:, 1:] > mask[:, :-1]).any() & (mask <= 1).all())
+            packed.append((mask > 1).any())
+        if positions is not None and positions.dim() == 2:
+            restarts = positions[:, 1:] != positions[:, :-1] + 1
+            packed.append((restarts if mask is None else restarts & mask[:, 1:].bool() & mask[:, :-1].bool()).any())
+    if not left and not packed:
+        return False, False
+    device = (left or packed)[0].device
+    never = torch.zeros((), dtype=torch.bool, device=device)
+    found = torch.stack([torch.stack([never, *flags]).any() for flags in (left, packed)]).tolist()
+    return bool(found[0]), bool(found[1])
+
+
+def mask_dimensions(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Return the most dimensions of any attention mask; 2 without one."""
+    masks = [batch[ATTENTION_MASK] for batch in batches if batch.get(ATTENTION_MASK) is not None]
+    return max([2, *(mask.dim() if hasattr(mask, "dim") else 4 for mask in masks)])
+
+
+def joined(value: Any, shared: Any, *, whole_tokens: int) -> Any:
+    """Return what every rank of a sequence holds, side by side along the sequence and without padding.
+
+    Raises:
+        UsageError: a tensor has no sequence as its second dimension.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(value, Mapping):
+        return type(value)(  # type: ignore[call-arg]
+            {name: joined(one, shared, whole_tokens=whole_tokens) for name, one in value.items()}
+        )
+    if isinstance(value, list | tuple):
+        return type(value)(joined(one, shared, whole_tokens=whole_tokens) for one in value)
+    length = -(-whole_tokens // shared.size)
+    if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] not in (length, length + 1):
+        shape = list(value.shape) if torch.is_tensor(value) else type(value).__name__
+        rule = f"an output {shape} cannot be joined along a sequence of {length} tokens for each rank"
+        fix = "evaluate with prediction_loss_only=True, or name it in ignore_keys"
+        raise UsageError(Fault(where="model outputs", value=shape, rule=rule, fix=fix))
+    own = value[:, :length].contiguous()
+    parts = [torch.empty_like(own) for _ in range(shared.size)]
+    dist.all_gather(parts, own, group=shared.group)
+    return torch.cat(parts, dim=1)[:, :whole_tokens]

@@ -1,0 +1,1 @@
+"""Layers divided over ranks by DeepSpeed AutoTP: `callback.py`."""

@@ -1,1 +1,0 @@
-"""`PipelineTrainer`: a Hugging Face causal language model in DeepSpeed pipeline stages."""

@@ -1,0 +1,210 @@
+"""Everything about a quantization-aware training that can be wrong, found before it is launched or writes anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....ds_configs.plan.plan import Plan
+from ....ds_configs.quantization.layers import LinearLayer, scheme_remarks
+from ....ds_configs.quantization.mixtures import mixture_remarks
+from ....ds_configs.specs.errors import Fault, UsageError, collecting
+from ....plugins.llm_compressor.loading import QuantizationSource, open_source
+from ....plugins.peft.lora import add_lora
+from ....plugins.planning.from_names import plan as make_plan
+from ....plugins.planning.models import load_model
+from ....plugins.transformers.meta_model import build_meta_model
+from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
+from ...data.samples import Samples
+from ...runs.inputs import (
+    Notify,
+    chosen_hardware,
+    evenly_held_out,
+    launch_faults,
+    named_samples,
+    trained_teacher,
+    training_job,
+)
+from ...runs.settings import CHECKPOINTS, PLAN_DIRECTORY, output_faults, source_faults
+from ..rounding.config import QATConfig
+from .request import (
+    SELF,
+    QATSettings,
+    calibration_faults,
+    combination_faults,
+    distillation_config,
+    optimizer_steps,
+    qat_config,
+    teacher_of,
+)
+from .run_report import file_names
+
+if TYPE_CHECKING:
+    from ..rounding.attach import Attachment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A quantization-aware training that can be launched; nothing was written for it."""
+
+    settings: QATSettings
+    """What was asked for."""
+    source: QuantizationSource
+    """The model's files."""
+    config: QATConfig
+    """The numbers that are trained."""
+    layers: tuple[LinearLayer, ...]
+    """Matrices that are rounded."""
+    teacher: str | None
+    """Hub id or directory of the teacher; `None` without one."""
+    plan: Plan
+    """Where everything goes."""
+    samples: Samples
+    """What is trained and evaluated on."""
+    tokenizer: Any
+    """Splits the text."""
+    vocab_size: int | None
+    """Tokens that model and teacher have."""
+    needs_calibration: bool
+    """Whether ranges must be found before training."""
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Files that a run writes, beside the model's weights and checkpoints."""
+        return (*(f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names), *file_names(self.settings))
+
+
+def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Notify, **how: bool) -> Prepared:
+    """Read everything that can be wrong, report all faults together, and plan.
+
+    Args:
+        settings: What to do.
+        model: Hub id or directory.
+        output_dir: Where results will go.
+        notify: Receives remarks.
+        how: `dry_run`, `force` and `resume`.
+
+    Raises:
+        UsageError: all faults together.
+        RefusedInputError: files of a model are corrupt, unsafe or quantized already.
+        PlanDoesNotFitError: no layout fits.
+    """
+    dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
+    faults = combination_faults(settings)
+    if not dry_run:
+        faults += output_faults(output_dir, force=force, resume=resume) + _source_faults(settings, model, output_dir)
+    hardware = source = config = attachment = words = samples = teacher = None
+    with collecting(faults):
+        config = qat_config(settings)
+        faults += calibration_faults(settings, config)
+    with collecting(faults):
+        distillation_config(settings, None)
+    with collecting(faults):
+        hardware = chosen_hardware(settings)
+        faults += [] if dry_run else launch_faults(hardware)
+    with collecting(faults):
+        teacher = _teacher(settings, model)
+    with collecting(faults):
+        source = open_source(model, revision=settings.revision)
+    if source is not None and config is not None:
+        with collecting(faults):
+            config = qat_config(settings, stored_dtype=source.dtype)
+            attachment = _attached(source, settings, config)
+            faults += _checkpoint_faults(attachment, output_dir) if resume else []
+    if source is not None:
+        with collecting(faults):
+            words = _tokenizer(settings, model)
+    if words is not None and settings.dataset:
+        with collecting(faults):
+            samples = named_samples(settings, words[0])
+    if faults:
+        raise UsageError(faults)
+    assert hardware and source and config and attachment and words and samples, "what failed left a fault"
+    shown = attachment.scheme, attachment.layers
+    for remark in (*scheme_remarks(*shown), *mixture_remarks(*shown)):
+        notify(remark)
+    named = teacher_of(settings, model)
+    job = training_job(settings, hardware, **(teacher or {}))
+    plan = make_plan(load_model(model, revision=settings.revision), hardware, job, notify=notify)
+    _check_plan(plan, settings, attachment, samples)
+    return Prepared(
+        settings=settings,
+        source=source,
+        config=config,
+        layers=attachment.layers,
+        teacher=None if named is None else named[0],
+        plan=plan,
+        samples=evenly_held_out(samples, plan, settings),
+        tokenizer=words[0],
+        vocab_size=words[1],
+        needs_calibration=bool(attachment.ranges) and not config.observes,
+    )
+
+
+def _source_faults(settings: QATSettings, model: str, output_dir: Path) -> list[Fault]:
+    teacher = None if settings.teacher == SELF else settings.teacher
+    return source_faults(output_dir, model=model, teacher=teacher)
+
+
+def _teacher(settings: QATSettings, model: str) -> dict[str, Any] | None:
+    """Return the fields of a planned job that belong to a teacher."""
+    named = teacher_of(settings, model)
+    if named is None:
+        return None
+    return {"teacher": trained_teacher(*named).spec, "teacher_placement": settings.teacher_placement}
+
+
+def _attached(source: QuantizationSource, settings: QATSettings, config: QATConfig) -> Attachment:
+    """Attach to the model without its weights: every rank will do the same, and fail where this fails.
+
+    Raises:
+        UsageError: the scheme does not fit the model.
+    """
+    from ..rounding.attach import attach
+
+    meta = build_meta_model(source.config, source=source.name)
+    if settings.method == "lora":
+        meta = add_lora(meta, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=True)
+    return attach(meta, config)
+
+
+def _checkpoint_faults(attachment: Attachment, output_dir: Path) -> list[Fault]:
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from ..checkpoint_record import resume_faults
+
+    directory = output_dir / CHECKPOINTS
+    last = get_last_checkpoint(str(directory)) if directory.is_dir() else None
+    return [] if last is None else resume_faults(attachment, Path(last), demands_record=True)
+
+
+def _tokenizer(settings: QATSettings, model: str) -> tuple[Any, int | None]:
+    """Return the tokenizer, and how many tokens the model shares with its teacher."""
+    from ...data.tokenizer_agreement import agreed_vocab_size
+
+    own = StartingModel(model=model, revision=settings.revision)
+    config = load_config(own)
+    check_seq_len(settings.seq_len, config)
+    tokenizer = load_tokenizer(own, config.get_text_config().vocab_size)
+    named = teacher_of(settings, model)
+    if named is None:
+        return tokenizer, None
+    name, revision = named
+    other = StartingModel(model=name, revision=revision)
+    taught = load_tokenizer(other, load_config(other).get_text_config().vocab_size)
+    return tokenizer, agreed_vocab_size(tokenizer, taught)
+
+
+def _check_plan(plan: Plan, settings: QATSettings, attachment: Attachment, samples: Samples) -> None:
+    """Refuse what only shows once the layout and the number of steps are known.
+
+    Raises:
+        UsageError: all faults together.
+    """
+    from ..training_checks import step_faults
+
+    steps = optimizer_steps(settings, plan.chosen.strategy, len(samples.train))
+    faults = step_faults(attachment, steps)
+    if faults:
+        raise UsageError(faults)

@@ -1,0 +1,198 @@
+"""What `shardwright qat` is asked for, and the file through which its ranks learn it."""
+
+from __future__ import annotations
+
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from ....ds_configs.quantization.scheme import changed, scheme_named
+from ....ds_configs.specs.errors import Fault, UsageError
+from ...runs.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
+from ..rounding.config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfig
+from ..rounding.rounding import WeightRule
+
+if TYPE_CHECKING:
+    from ....ds_configs.specs.strategy import Strategy
+    from ...distillation.config import DistillationConfig
+
+SELF = "self"
+"""Names the model in full precision as its own teacher."""
+RANGES_FILE = "input_ranges.safetensors"
+TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
+"""Settings that mean nothing without a teacher."""
+
+
+class QATSettings(LaunchedSettings):
+    """Every setting of `shardwright qat`, as its YAML file may state them."""
+
+    scheme: str = Field("W4A16", description="named scheme of integers, such as W4A16, W8A8 or W2A16")
+    group_size: int | None = Field(None, ge=-1, description="inputs that share a scale; -1: an output channel")
+    symmetric: bool | None = Field(None, description="without a zero point; default: by the scheme")
+    targets: str | None = Field(None, description="layers to quantize, separated by commas; default: Linear")
+    ignore: str | None = Field(None, description="layers that stay dense, likewise; default: output head, routers")
+    weight_rule: WeightRule = Field("minmax", description="where scales of weights come from")
+    ranges: InputRanges = Field("calibrated", description="where stored ranges of activations come from")
+    calibration_samples: int = Field(128, ge=1, description="training samples that calibrated ranges are found on")
+    start_step: int = Field(0, ge=0, description="optimizer steps in full precision before numbers are rounded")
+    freeze_step: int | None = Field(None, ge=1, description="optimizer step from which observed ranges stay")
+    bit_schedule: str | None = Field(None, description="STEP:BITS,..., such as 0:8,100:4")
+    lora: LoraMode = Field("merged", description="round weight and adapter as one, or the frozen weight alone")
+    kv_cache: KvCacheNumbers | None = Field(None, description="numbers of cached keys and values")
+    teacher: str | None = Field(None, description="Hub id or directory, or self for the model in full precision")
+    alpha: float = Field(1.0, description="weight of the distance to the teacher; labels have the rest")
+
+
+class QATJob(LaunchedJob):
+    """What every rank needs to know, as it stands in `job.json`."""
+
+    settings: QATSettings = Field(description="what the user asked for")
+    model: str = Field(description="Hub id or directory")
+    source_directory: str = Field(description="where the model's files lie on this machine")
+    stored_dtype: str = Field(description="type of the checkpoint")
+    teacher: str | None = Field(description="Hub id or directory; None without one")
+    vocab_size: int | None = Field(description="tokens that the tokenizer has")
+    calibrated: bool = Field(description="whether ranges lie beside this file")
+
+    @property
+    def teacher_revision(self) -> str | None:
+        """Branch, tag or commit that a Hub teacher is loaded from: of `self` that of the model."""
+        named = teacher_of(self.settings, self.model)
+        return None if named is None else named[1]
+
+
+def qat_config(settings: QATSettings, *, stored_dtype: str | None = None) -> QATConfig:
+    """Return the numbers that the settings ask for.
+
+    Args:
+        settings: What the user asked for.
+        stored_dtype: Type of the checkpoint.
+
+    Raises:
+        UsageError: they contradict one another; all faults at once.
+    """
+    faults: list[Fault] = []
+    schedule = _bit_schedule(settings.bit_schedule, faults)
+    try:
+        scheme = changed(
+            scheme_named(settings.scheme),
+            group_size=settings.group_size,
+            symmetric=settings.symmetric,
+            ignore=_names(settings.ignore),
+            targets=_names(settings.targets),
+        )
+    except UsageError as error:
+        raise UsageError([*faults, *error.faults]) from None
+    found = QATConfig(
+        scheme=scheme,
+        weight_rule=settings.weight_rule,
+        ranges=settings.ranges,
+        start_step=settings.start_step,
+        freeze_step=settings.freeze_step,
+        bit_schedule=schedule,
+        lora=settings.lora,
+        kv_cache=settings.kv_cache,
+        stored_dtype=stored_dtype,
+    )
+    faults += found.faults()
+    if faults:
+        raise UsageError(faults)
+    return found
+
+
+def callback_options(config: QATConfig) -> dict[str, Any]:
+    """Return a configuration as `QATCallback` takes it."""
+    return {name: getattr(config, name) for name in QATConfig.__dataclass_fields__}
+
+
+def distillation_config(settings: QATSettings, vocab_size: int | None) -> DistillationConfig:
+    """Return how the distance to a teacher is measured.
+
+    Raises:
+        UsageError: all values out of range.
+    """
+    from ...distillation.config import DistillationConfig
+
+    return DistillationConfig(
+        alpha=settings.alpha,
+        temperature=settings.temperature,
+        divergence=settings.loss,
+        mixture=settings.mixture,
+        vocab_size=vocab_size,
+    )
+
+
+def combination_faults(settings: QATSettings) -> list[Fault]:
+    """Return what does not go together before anything is read."""
+    faults = dataset_faults(settings) + adapter_faults(settings)
+    given = settings.model_fields_set
+    if settings.teacher is None:
+        fix = "add --teacher self, or drop it"
+        faults += [
+            Fault(where=name, value=getattr(settings, name), rule="belongs to a teacher", fix=fix)
+            for name in (*TEACHERS_OWN, "teacher_placement")
+            if name in given and getattr(settings, name) != "auto"
+        ]
+    elif settings.teacher == SELF and settings.teacher_revision is not None:
+        rule, fix = "a model that is its own teacher has one revision", "use --revision"
+        faults.append(Fault(where="teacher_revision", value=settings.teacher_revision, rule=rule, fix=fix))
+    if settings.teacher_placement == "cached":
+        rule, fix = "answers of a cached teacher are for `distill`", "use replica, sharded, offloaded or quantized"
+        faults.append(Fault(where="teacher_placement", value="cached", rule=rule, fix=fix))
+    if "lora" in given and settings.method != "lora":
+        rule, fix = "needs adapters", "add --method lora, or drop it"
+        faults.append(Fault(where="lora", value=settings.lora, rule=rule, fix=fix))
+    return faults
+
+
+def calibration_faults(settings: QATSettings, config: QATConfig) -> list[Fault]:
+    """Return a fault where samples are named for a calibration that does not take place."""
+    if "calibration_samples" not in settings.model_fields_set or (config.stores_ranges and not config.observes):
+        return []
+    rule = f"{config.scheme.name} stores no ranges" if not config.stores_ranges else "ranges are observed in training"
+    fix = "use a scheme with stored ranges such as W8A8_STATIC, and ranges calibrated or learned, or drop it"
+    value = settings.calibration_samples
+    return [Fault(where="calibration_samples", value=value, rule=f"nothing is calibrated: {rule}", fix=fix)]
+
+
+def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | None:
+    """Return the teacher and its revision; `None` where labels alone are learned from."""
+    if settings.teacher is None:
+        return None
+    if settings.teacher == SELF:
+        return model, settings.revision
+    is_model = Path(settings.teacher) == Path(model) and settings.teacher_revision == settings.revision
+    return model if is_model else settings.teacher, settings.teacher_revision
+
+
+def is_own_teacher(settings: QATSettings, model: str) -> bool:
+    """Tell whether the teacher is the model in full precision, at the revision that is trained."""
+    return teacher_of(settings, model) == (model, settings.revision)
+
+
+def optimizer_steps(settings: QATSettings, strategy: Strategy, samples: int) -> int:
+    """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
+    if settings.max_steps is not None:
+        return settings.max_steps
+    batches = ceil(ceil(samples / strategy.micro_batch_size) / strategy.data_parallel_size)
+    return ceil(settings.epochs * max(1, ceil(batches / strategy.gradient_accumulation_steps)))
+
+
+def _bit_schedule(text: str | None, faults: list[Fault]) -> BitSchedule:
+    if text is None:
+        return ()
+    found = []
+    for part in text.split(","):
+        step, colon, bits = part.partition(":")
+        if not (colon and step.strip().isdecimal() and bits.strip().isdecimal()):
+            rule = f"must be STEP:BITS pairs separated by commas, and {part.strip()!r} is none"
+            faults.append(Fault(where="bit_schedule", value=text, rule=rule, fix="such as 0:8,100:4"))
+            return ()
+        found.append((int(step), int(bits)))
+    return tuple(found)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())

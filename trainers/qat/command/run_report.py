@@ -1,0 +1,265 @@
+"""What a quantization-aware training did: `REPORT.md`, the model card, and the chart of its training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ....ds_configs.quantization.scheme import QuantizationScheme
+from ...formats.markdown import table
+from ...runs.report import (
+    CARD_FILE,
+    REPORT_FILE,
+    LaunchedOutcome,
+    StepResult,
+    card_front,
+    data_and_settings,
+    draw_steps,
+    empty_figure,
+    finish_axes,
+    license_of,
+    number,
+    perplexity,
+    png,
+    title_of,
+    where_it_ran,
+)
+from ...runs.settings import METRICS_FILE
+from .request import TEACHERS_OWN, QATSettings, is_own_teacher
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA_VERSION = 1
+"""Version of `qat --format json`."""
+CHART_FILE = "qat.png"
+_COLOURS = ("#bbbbbb", "#ee6677", "#228833")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult(StepResult):
+    """What the ranks measured, as it stands in `result.json`."""
+
+    dense: float | None
+    """Cross-entropy on the held-out samples before the first step, in full precision, in nats a token."""
+    rounded: float | None
+    """The same of the untrained model, rounded to the nearest; `None` where ranges were found while training ran."""
+    trained: float
+    """The same of the trained model with the numbers of its checkpoint."""
+    weight_difference: float | None
+    """Largest difference between a weight of the trained model and that of the checkpoint; `None`: not compared."""
+    logit_difference: float | None
+    """Likewise between logits, the checkpoint being loaded in a fresh process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome(LaunchedOutcome):
+    """A quantization-aware training that ended well."""
+
+    settings: QATSettings
+    """What was asked for."""
+    model: str
+    """Hub id or directory that training started from."""
+    teacher: str | None
+    """Hub id or directory of the teacher; `None` without one."""
+    scheme: QuantizationScheme
+    """The numbers of the checkpoint."""
+    layers: int
+    """Matrices that are quantized."""
+    result: RunResult
+    """What was measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "teacher": self.teacher,
+            "scheme": asdict(self.scheme) | {"format": self.scheme.format},
+            "quantized_layers": self.layers,
+            **self.where_and_what(self.settings),
+            "cross_entropy": {stage.key: stage.nats for stage in stages(self.result)},
+            "weight_difference": self.result.weight_difference,
+            "logit_difference": self.result.logit_difference,
+            **self.speed(self.result),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One state of the model, on the held-out samples."""
+
+    key: str
+    """Short name."""
+    name: str
+    """What it is."""
+    nats: float | None
+    """Cross-entropy in nats a token; `None` where it was not measured."""
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """Name, cross-entropy and perplexity as text."""
+        if self.nats is None:
+            return self.name, "not measured", "not measured"
+        return self.name, number(self.nats), perplexity(self.nats)
+
+
+def stages(result: RunResult) -> tuple[Stage, Stage, Stage]:
+    """Return the model before training, the same rounded, and what is exported."""
+    return (
+        Stage(key="dense", name="before, in full precision", nats=result.dense),
+        Stage(key="rounded", name="before, rounded to the nearest", nats=result.rounded),
+        Stage(key="trained", name="trained, as exported", nats=result.trained),
+    )
+
+
+def recovered(result: RunResult) -> float | None:
+    """Return the share ``(rounded - trained) / (rounded - dense)`` of what rounding costs; `None` if it costs nothing.
+
+    Above 1 the training has also taught the model its data.
+    """
+    if result.dense is None or result.rounded is None or result.rounded <= result.dense:
+        return None
+    return (result.rounded - result.trained) / (result.rounded - result.dense)
+
+
+def file_names(settings: QATSettings) -> tuple[str, ...]:
+    """Return the names of the files that a run leaves in its output directory, beside the plan's."""
+    adapter = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
+    model = ("config.json", "model.safetensors", "tokenizer.json", "qat_report.json")
+    beside = adapter if settings.method == "lora" and settings.lora == "on_quantized_base" else ()
+    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, *model, *beside)
+
+
+def report_files(outcome: Outcome) -> dict[str, str | bytes]:
+    """Return the report, the model card and the chart by name."""
+    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: png(figure(outcome))}
+
+
+def report(outcome: Outcome) -> str:
+    """Return `REPORT.md`."""
+    plan, result = outcome.plan, outcome.result
+    left_out = () if outcome.settings.teacher else (*TEACHERS_OWN, "teacher_placement")
+    shown = outcome.settings.model_dump(exclude=set(left_out))
+    shown["learning_rate"] = outcome.settings.base_learning_rate()
+    lines = [
+        "# Quantization-aware training report",
+        "",
+        f"`{outcome.model}` as {outcome.scheme.name}: {outcome.speed_sentence(result)}",
+        "",
+        f"## On {outcome.statistics.evaluation_samples} held-out samples",
+        "",
+        *_stage_table(result),
+        "",
+        *_gap_sentence(result),
+        f"![perplexity and loss]({CHART_FILE})",
+        "",
+        "## The checkpoint",
+        "",
+        *table(("", ""), checkpoint_facts(outcome)),
+        "",
+        *where_it_ran(plan, result.peak_bytes),
+        *data_and_settings(outcome.statistics, shown, plan),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def checkpoint_facts(outcome: Outcome) -> list[tuple[str, str]]:
+    """Return what was written, and how it was proven to be what was trained."""
+    scheme, result = outcome.scheme, outcome.result
+    return [
+        ("format", f"compressed-tensors, {scheme.format}"),
+        ("weights", weights_sentence(scheme)),
+        ("quantized matrices", f"{outcome.layers:,}"),
+        ("largest difference of a weight, trained and exported", _difference(result.weight_difference)),
+        ("largest difference of a logit, trained and reloaded", _difference(result.logit_difference)),
+    ]
+
+
+def _difference(value: float | None) -> str:
+    return "not compared" if value is None else f"{value:g}"
+
+
+def weights_sentence(scheme: QuantizationScheme) -> str:
+    """Return bits, zero points and what shares a scale, and what inputs are rounded to, in words."""
+    weights, inputs = scheme.weights, scheme.activations
+    shared = {"tensor": "a scale for each matrix", "channel": "a scale for each output channel"}
+    scales = shared.get(weights.strategy, f"a scale for {weights.group_size} weights")
+    text = f"{weights.bits} bit, {'symmetric' if weights.symmetric else 'with zero points'}, {scales}"
+    if inputs is None:
+        return text
+    return f"{text}; inputs {inputs.bits} bit, {'by token' if inputs.dynamic else 'with stored ranges'}"
+
+
+def model_card(outcome: Outcome) -> str:
+    """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
+    settings, data = outcome.settings, outcome.statistics
+    models = [outcome.model] if outcome.teacher is None else [outcome.model, outcome.teacher]
+    adapter = settings.method == "lora" and settings.lora == "on_quantized_base"
+    lines = [
+        *card_front(models, library="transformers", tags=("compressed-tensors", "qat", "shardwright")),
+        f"# {title_of(outcome.model)}, {outcome.scheme.name}",
+        "",
+        f"`{outcome.model}` trained on `{data.source}` with the numbers of this checkpoint in every forward pass: "
+        f"{weights_sentence(outcome.scheme)}. {_objective(outcome)}",
+        "",
+        "Transformers loads it where `compressed-tensors` is installed; vLLM reads the format, and runs the bits and "
+        "group sizes that it has kernels for."
+        + (" The trained adapter lies in `adapter`, for PEFT; without it the model is merely rounded." * adapter),
+        "",
+        *outcome.card_measures(outcome.result, settings, _stage_table(outcome.result)),
+        f"{'. '.join(f'{name}: {license_of(name)}' for name in dict.fromkeys(models))}. The checkpoint may inherit "
+        "terms of these and of the data: read them before you publish it.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _objective(outcome: Outcome) -> str:
+    if outcome.teacher is None:
+        return "It learned from the data's own tokens."
+    own = " in full precision" if is_own_teacher(outcome.settings, outcome.model) else ""
+    share = outcome.settings.alpha
+    labels = "" if share == 1 else f", and from the data's own tokens with weight {1 - share:g}"
+    return f"It learned from `{outcome.teacher}`{own}, {outcome.settings.loss} with weight {share:g}{labels}."
+
+
+def _stage_table(result: RunResult) -> list[str]:
+    return table(("", "cross-entropy, nats a token", "perplexity"), [stage.row for stage in stages(result)])
+
+
+def _gap_sentence(result: RunResult) -> list[str]:
+    share = recovered(result)
+    if share is None or result.dense is None or result.rounded is None:
+        return []
+    cost = f"Rounding alone costs {number(result.rounded - result.dense)} nats a token"
+    if share <= 1:
+        return [f"{cost}; training has won back {100 * share:.0f} % of it.", ""]
+    learned = "the trained model is better than the one before, because it has learned this data too"
+    return [
+        f"{cost}; {learned}. A fair comparison fine-tunes in full precision for as many steps, and rounds then.",
+        "",
+    ]
+
+
+def figure(outcome: Outcome) -> Figure:
+    """Return the chart: perplexities on the left, the loss of every logged step on the right."""
+    drawn, bars, nats = empty_figure()
+    shown = [(stage, colour) for stage, colour in zip(stages(outcome.result), _COLOURS, strict=True)]
+    names = {"dense": "before", "rounded": "rounded", "trained": "trained"}
+    for stage, colour in shown:
+        if stage.nats is not None:
+            height = math.exp(min(stage.nats, 700))
+            bar = bars.bar(names[stage.key], height, color=colour)
+            bars.bar_label(bar, [perplexity(stage.nats)], fontsize=8)
+    bars.set_title(f"{outcome.scheme.name} on {outcome.statistics.evaluation_samples} held-out samples", fontsize=9)
+    finish_axes(bars, "perplexity")
+    curves = {
+        "loss": ("loss", "#4477aa"),
+        "student_cross_entropy": ("cross-entropy", "#228833"),
+        "teacher_cross_entropy": ("teacher's cross-entropy", "#bbbbbb"),
+        "kl_per_token": ("KL(teacher | trained)", "#ee6677"),
+    }
+    draw_steps(nats, outcome.metrics, curves)
+    finish_axes(nats, "nats a token")
+    return drawn

@@ -1,0 +1,103 @@
+"""Runs on every rank of `shardwright qat`: trains with the numbers of the checkpoint, and exports it.
+
+accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.qat.command.worker --settings job.json
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...runs.ranks import (
+    collator,
+    end_rank,
+    last_checkpoint,
+    placed_teacher,
+    rank_arguments,
+    read_samples,
+    run_rank,
+    step_facts,
+    step_recorder,
+    trained_model,
+)
+from ...runs.settings import TOKENIZER
+from ..held_out import DENSE, ROUNDED, held_out_cross_entropy, starting_point, starting_point_callback
+from .request import RANGES_FILE, QATJob, callback_options, distillation_config, qat_config
+
+_PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
+
+
+def train_quantized(job: QATJob, work: Path) -> None:
+    """Build everything in the order that ZeRO-3 needs (arguments before weights), train, evaluate and export."""
+    from transformers import AutoTokenizer
+
+    from ..callback import QATCallback
+
+    arguments, engine = rank_arguments(job)
+    arguments.resume_from_checkpoint = last_checkpoint(arguments) if job.resume else None
+    tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
+    model = trained_model(job.model, job.settings, arguments, engine)
+    config = qat_config(job.settings, stored_dtype=job.stored_dtype)
+    calibration = str(work / RANGES_FILE) if job.calibrated else None
+    callback = QATCallback(calibration=calibration, notify=print, **callback_options(config))
+    samples = read_samples(work)
+    trainer = _trainer(job, arguments, engine, tokenizer, model=model, callback=callback, samples=samples)
+    recorder = step_recorder(Path(job.output_dir), evaluates_last=False)
+    trainer.add_callback(starting_point_callback(trainer))
+    trainer.add_callback(recorder)
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    trained = held_out_cross_entropy(trainer)
+    probe = [list(sample["input_ids"][:_PROBE_TOKENS]) for sample in samples[1].select(range(_shown(samples[1])))]
+    exported = callback.export(
+        trainer, job.output_dir, tokenizer=tokenizer, source=job.source_directory, probe=probe, force=True
+    )
+    end_rank(trainer, lambda peak: _result(trainer, recorder, job, peak, trained, exported), work)
+
+
+def _shown(samples: Any) -> int:
+    return min(_PROBE_SAMPLES, len(samples))
+
+
+def _trainer(
+    job: QATJob, arguments: Any, engine: Any, tokenizer: Any, *, model: Any, callback: Any, samples: list[Any]
+) -> Any:
+    common: dict[str, Any] = {
+        "model": model,
+        "args": arguments,
+        "train_dataset": samples[0],
+        "eval_dataset": samples[1],
+        "data_collator": collator(tokenizer),
+        "processing_class": tokenizer,
+        "callbacks": [callback],
+    }
+    if job.teacher is None:
+        from transformers import Trainer
+
+        return Trainer(**common)
+    from ...distillation.trainer import DistillationTrainer
+
+    return DistillationTrainer(
+        teacher=placed_teacher(job.teacher, job.teacher_revision, job, arguments, engine),
+        teacher_placement=job.placement,
+        distillation=distillation_config(job.settings, job.vocab_size),
+        **common,
+    )
+
+
+def _result(
+    trainer: Any, recorder: Any, job: QATJob, peak: int | None, trained: float, exported: Any
+) -> dict[str, Any]:
+    before = starting_point(trainer.state)
+    return {
+        "dense": before[DENSE],
+        "rounded": before[ROUNDED],
+        "trained": trained,
+        "weight_difference": exported.largest_weight_difference,
+        "logit_difference": exported.largest_logit_difference,
+        "peak_bytes": peak,
+    } | step_facts(trainer, recorder, job)
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(None, QATJob, train_quantized))

@@ -1,0 +1,1 @@
+"""What rounds in a forward pass: enter by `attach.py`, which puts it into a model."""

@@ -1,0 +1,305 @@
+"""Puts rounding into the linear layers of a model, by changing their class."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ....ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
+from ....ds_configs.quantization.mixtures import expert_scheme
+from ....ds_configs.quantization.scheme import QuantizationScheme
+from ....ds_configs.specs.errors import Fault, UsageError
+from ....plugins.llm_compressor.experts import expert_faults, router_modules, router_patterns
+from .config import QATConfig
+from .experts import expert_linear_layers, experts_faults, fake_quantize_experts, is_fused_experts
+from .input_ranges import InputRange
+from .kv_cache import attach_kv_cache, kv_cache_faults
+from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from .learned_scales import add_learned_scales
+from .lora import is_lora_linear, lora_faults, make_fake_quantized
+
+if TYPE_CHECKING:
+    import torch
+
+_ATTRIBUTE = "quantization_attachment"
+_PEFT_PARTS = (".lora_", ".original_module")
+"""Linear layers of adapters, and those that a trained copy has taken the place of."""
+
+
+@dataclass(kw_only=True)
+class Attachment:
+    """What was put into a model."""
+
+    config: QATConfig
+    """What was asked for."""
+    scheme: QuantizationScheme
+    """The numbers of the checkpoint, with all that this model leaves out in `ignore`."""
+    stored_dtype: torch.dtype
+    """Type of scales and of everything that is not quantized in the checkpoint."""
+    state: QuantizationState
+    """Where training stands."""
+    modules: dict[str, Any]
+    """Modules that round, by their names in the model."""
+    layers: tuple[LinearLayer, ...]
+    """Matrices that are rounded, by their names in the checkpoint."""
+    lora_rank: int | None = None
+    """Rank of the adapter that is trained; `None` without one."""
+    ranges: dict[str, InputRange] = field(default_factory=dict)
+    """Stored ranges by the name of the matrix, or of a cache's scale; empty unless the scheme or the cache has them."""
+
+    def quantizers(self) -> Iterator[LayerQuantizer]:
+        """Yield how each matrix is rounded."""
+        for module in self.modules.values():
+            found = getattr(module, "quantizers", None)
+            yield from found.values() if found is not None else (module.quantizer,)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that were added, which the optimizer must know."""
+        found = (getattr(module, name, None) for module in self.modules.values() for name in LEARNED)
+        return [parameter for parameter in found if parameter is not None]
+
+
+def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = None) -> Attachment:
+    """Change the class of the linear layers that a scheme targets; they round from `state.enabled` on.
+
+    Parameters, hooks and keys of the state dict stay as they are, but for scales that are learned.
+
+    Args:
+        model: Transformers model, with PEFT's adapters in it already if there are any.
+        config: What to round, and how.
+        stored_dtype: Type of scales in the checkpoint, if the configuration names none; `None`: the model's.
+
+    Raises:
+        UsageError: the scheme does not fit the model; all faults at once.
+    """
+    if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
+        rule, fix = "rounds already", "attach once, and to a model that has its adapters already"
+        raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix=fix))
+    found = dict(_roundable(model, config))
+    layers = tuple(layer for layers in found.values() for layer in layers)
+    scheme = _scheme_for(model, config, layers)
+    faults = config.faults() or missing_package_faults() or _model_faults(config, scheme, layers, found, model)
+    if faults:
+        raise UsageError(faults)
+    kept = _dtype(config.stored_dtype) or stored_dtype or model.dtype
+    routers = tuple(map(checkpoint_name, router_modules(model)))
+    attachment = Attachment(
+        config=config,
+        scheme=replace(scheme, ignore=(*scheme.ignore, *(name for name in routers if name not in scheme.ignore))),
+        stored_dtype=kept,
+        state=QuantizationState(),
+        modules={},
+        layers=selected_layers(scheme, layers),
+        lora_rank=_lora_rank(model),
+    )
+    _change_classes(model, attachment, found)
+    attach_kv_cache(model, attachment)
+    add_learned_scales(attachment)
+    model.register_load_state_dict_pre_hook(_refuse_foreign_scales)
+    setattr(model, _ATTRIBUTE, attachment)
+    return attachment
+
+
+def missing_package_faults() -> list[Fault]:
+    """Return the fault of an installation that could train, and not write what it trained."""
+    if importlib.util.find_spec("compressed_tensors") is not None:
+        return []
+    rule = "is not installed, and packs the checkpoint"
+    return [Fault(where="compressed-tensors", rule=rule, fix="install the extra too: pip install '.[quantize]'")]
+
+
+def attachment_of(model: Any) -> Attachment | None:
+    """Return what `attach` put into a model, looked for through the wrappers of DDP, DeepSpeed and `torch.compile`."""
+    import torch
+
+    while model is not None:
+        found: Attachment | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        if found is not None:
+            return found
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        model = inner if isinstance(inner, torch.nn.Module) else None
+    return None
+
+
+@contextmanager
+def fake_quantization_disabled(model: Any) -> Iterator[None]:
+    """Let a model compute in full precision, as for a teacher's answers or a dense evaluation."""
+    attachment = attachment_of(model)
+    assert attachment is not None, "nothing was attached to this model"
+    state = attachment.state
+    before, state.enabled = state.enabled, False
+    try:
+        yield
+    finally:
+        state.enabled = before
+
+
+def checkpoint_name(name: str) -> str:
+    """Return a module's name without what PEFT, `torch.compile` and activation checkpointing put into it."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    for wrapper in ("._orig_mod", "._checkpoint_wrapped_module"):
+        plain = plain.replace(wrapper, "")
+    return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
+
+
+def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
+    """Yield modules that can round, each with its matrices; a LoRA layer stands for the layer in it."""
+    import torch
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(inside) and inside:
+            continue
+        if is_fused_experts(module):
+            yield name, expert_linear_layers(model, name)
+        elif is_lora_linear(module) and config.lora == "merged":
+            inside = (*inside, f"{name}.")
+            yield name, (_layer(checkpoint_name(name), module.get_base_layer(), head, tied),)
+        elif config.lora == "on_quantized_base" and ".modules_to_save." in name:
+            # Saved with the adapter, beside the packed base.
+            continue
+        elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
+            yield name, (_layer(checkpoint_name(name), module, head, tied),)
+
+
+def _layer(name: str, linear: torch.nn.Linear, head: Any, tied: bool) -> LinearLayer:
+    is_head = linear is head
+    return LinearLayer(
+        name=name,
+        out_features=linear.out_features,
+        in_features=linear.in_features,
+        is_tied=is_head and tied,
+        is_head=is_head,
+        has_bias=linear.bias is not None,
+    )
+
+
+def _scheme_for(model: Any, config: QATConfig, layers: tuple[LinearLayer, ...]) -> QuantizationScheme:
+    """Leave out what a model cannot lose, unless the user listed what to leave out."""
+    scheme = config.rounded_scheme
+    if scheme.ignore != DEFAULT_IGNORE:
+        return scheme
+    heads = [layer.name for layer in layers if layer.is_head and layer.name not in DEFAULT_IGNORE]
+    return replace(scheme, ignore=(*DEFAULT_IGNORE, *heads, *map(checkpoint_name, router_patterns(model))))
+
+
+def _model_faults(
+    config: QATConfig,
+    scheme: QuantizationScheme,
+    layers: tuple[LinearLayer, ...],
+    found: Mapping[str, tuple[LinearLayer, ...]],
+    model: Any,
+) -> list[Fault]:
+    if not layers:
+        rule = "has no linear layers (GPT-2's Conv1D and layers that are quantized already cannot be trained)"
+        return [Fault(where="model", value=type(model).__name__, rule=rule)]
+    faults = scheme_faults(scheme, layers) + expert_faults(expert_scheme(scheme), layers)
+    faults += kv_cache_faults(model, config)
+    chosen = selected_layers(scheme, layers)
+    if config.learns_scales and any(layer.is_expert for layer in chosen):
+        rule = "are not learned for fused experts"
+        faults.append(Fault(where="weight_rule", value="learned", rule=f"scales {rule}", fix="use minmax"))
+    picked = {layer.name for layer in chosen}
+    faults += _adapted_model_faults(config, model)
+    modules = dict(model.named_modules())
+    # What is said of one layer of a kind holds for all.
+    adapters = (name for name in found if is_lora_linear(modules[name]) and checkpoint_name(name) in picked)
+    faults += next(filter(None, (lora_faults(checkpoint_name(name), modules[name]) for name in adapters)), [])
+    return faults + experts_faults(model, scheme)
+
+
+def _adapted_model_faults(config: QATConfig, model: Any) -> list[Fault]:
+    """Return what a model with adapters cannot keep or cannot merge."""
+    import torch
+
+    if not hasattr(model, "peft_config"):
+        return []
+    faults = []
+    if config.learns_scales:
+        rule = "checkpoints of PEFT hold no parameters beside its own, so that a resumed run would lose learned scales"
+        faults.append(Fault(where="weight_rule", value="learned", rule=rule, fix="use minmax and calibrated ranges"))
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return faults
+    vocab_size = model.config.get_text_config().vocab_size
+    for name, module in model.named_modules():
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        is_head = isinstance(inner, torch.nn.Linear) and inner.out_features == vocab_size
+        if is_head or isinstance(inner, torch.nn.Embedding):
+            rule = "is adapted, and the output head shares its weight with the token embedding: one would change both"
+            fix = "leave both out of the adapter, or untie them"
+            faults.append(Fault(where="LoRA", value=checkpoint_name(name), rule=rule, fix=fix))
+    return faults
+
+
+def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tuple[LinearLayer, ...]]) -> None:
+    picked = {layer.name for layer in attachment.layers}
+
+    def quantizer(name: str) -> LayerQuantizer:
+        made = LayerQuantizer(
+            name=name,
+            scheme=attachment.scheme,
+            rule=attachment.config.weight_rule,
+            stored_dtype=attachment.stored_dtype,
+            state=attachment.state,
+        )
+        if attachment.scheme.activations_are_static:
+            made.input_range = attachment.ranges[name] = _input_range(attachment, name)
+        return made
+
+    modules = dict(model.named_modules())
+    for name, layers in found.items():
+        names = [layer.name for layer in layers if layer.name in picked]
+        if not names:
+            continue
+        module = modules[name]
+        if is_fused_experts(module):
+            fake_quantize_experts(module, name, {each: quantizer(each) for each in names})
+            for each in names:
+                # Loaders round no inputs of experts by stored ranges.
+                attachment.ranges.pop(each, None)
+        elif is_lora_linear(module):
+            make_fake_quantized(module, quantizer(names[0]))
+        else:
+            module.__class__ = FakeQuantizedLinear
+            module.quantizer = quantizer(names[0])
+        attachment.modules[name] = module
+
+
+def _lora_rank(model: Any) -> int | None:
+    configs = getattr(model, "peft_config", {})
+    active = getattr(model, "active_adapter", None)
+    return getattr(configs.get(active), "r", None) if isinstance(active, str) else None
+
+
+def _refuse_foreign_scales(model: Any, state: Mapping[str, Any], *_: Any) -> None:
+    """Refuse learned scales that have no place in a model, or that it lacks: a resumed Trainer merely warns of keys."""
+    own = {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in LEARNED}
+    stored = {name for name in state if name.rpartition(".")[2] in LEARNED}
+    fix = "resume with the weight_rule and ranges that it was trained with"
+    foreign = sorted(stored - own)
+    if foreign:
+        rule = f"holds {len(foreign)} learned scales, such as {foreign[0]}, and the model learns none there"
+        raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
+    missing = sorted(name for name in own - stored if f"{name.rpartition('.')[0]}.weight" in state)
+    if missing:
+        rule = f"holds no {len(missing)} scales that the model learns, such as {missing[0]}"
+        raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
+
+
+def _input_range(attachment: Attachment, name: str) -> InputRange:
+    activations = attachment.scheme.activations
+    assert activations is not None, "stored ranges belong to rounded activations"
+    return InputRange(activations, method=attachment.config.ranges, stored_dtype=attachment.stored_dtype, name=name)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,273 @@
+"""What a rehearsal checks, before its launches and on what they left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
+
+from ...ds_configs.check import Finding
+from ...ds_configs.check.files import run_check
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import UsageError
+from .files import PlanFiles
+
+CheckName = Literal[
+    "files",
+    "layer_classes",
+    "optimizer",
+    "world_size",
+    "launch",
+    "loss_finite",
+    "loss_falls",
+    "ranks_agree",
+    "checkpoint",
+    "resume",
+    "export",
+]
+CHECK_NAMES: tuple[CheckName, ...] = get_args(CheckName)
+_WORLD_SIZE_KEYS = ("num_processes", "num_machines", "train_batch_size", "sequence_parallel_size", "data_parallel_size")
+CONFIG_FAULT, FAILED_AT_RUN_TIME = 2, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing that a rehearsal looked at."""
+
+    name: CheckName
+    """Stable name."""
+    passed: bool | None
+    """`None` when an earlier failure left it unreached."""
+    detail: str
+    """What was seen, or what is wrong and the way out."""
+    exit_code: int = 0
+    """Exit code of a failure: 2 for a fault in the files, 1 for one at run time; 0 otherwise."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the check as JSON values."""
+        return {"name": self.name, "passed": self.passed, "detail": self.detail}
+
+
+def passed(name: CheckName, detail: str) -> Check:
+    """Return a check that passed."""
+    return Check(name=name, passed=True, detail=detail)
+
+
+def failed(name: CheckName, detail: str, *, exit_code: int = FAILED_AT_RUN_TIME) -> Check:
+    """Return a check that failed."""
+    return Check(name=name, passed=False, detail=detail, exit_code=exit_code)
+
+
+def with_unreached(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """Return every check in its order; a run-time result replaces an earlier pass of the same name."""
+    found: dict[str, Check] = {}
+    for check in checks:
+        if check.name not in found or found[check.name].passed:
+            found[check.name] = check
+    return tuple(found.get(name, Check(name=name, passed=None, detail="not reached")) for name in CHECK_NAMES)
+
+
+def check_files(directory: Path, plan: Plan) -> list[Check]:
+    """Check the plan's files as they lie on disk, batch and number of processes apart as `world_size`."""
+    accelerate, arguments = directory / "accelerate.yaml", directory / "training_arguments.json"
+    findings = run_check([accelerate], world_size=None, uses_transformers=True)
+    errors = [finding for finding in findings if finding.kind == "error"]
+    world_size = [str(finding.fault) for finding in errors if _is_about_world_size(finding)]
+    files = [str(finding.fault) for finding in errors if not _is_about_world_size(finding)]
+    files += argument_faults(arguments)
+    checks = [_verdict("files", files, f"{accelerate.name}, what it names, and {arguments.name}")]
+    if not files and not world_size:
+        world_size = world_size_faults(PlanFiles.read(directory), plan)
+    checks.append(_verdict("world_size", world_size, f"the files are for {plan.hardware.world_size} ranks"))
+    return checks
+
+
+def _is_about_world_size(finding: Finding) -> bool:
+    return finding.fault.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
+
+
+def _verdict(name: CheckName, faults: Sequence[str], detail: str) -> Check:
+    return failed(name, "\n".join(faults), exit_code=CONFIG_FAULT) if faults else passed(name, detail)
+
+
+def argument_faults(file: Path) -> list[str]:
+    """Return what is wrong with a file of `TrainingArguments` keys."""
+    from ...plugins.transformers.training_arguments import unknown_argument_faults
+
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        return [f"{file}: cannot be read ({error.strerror}); plan again, or write the file"]
+    except ValueError as error:
+        return [f"{file}: must be JSON ({error})"]
+    if not isinstance(settings, dict):
+        return [f"{file}: must hold one JSON object of TrainingArguments keys"]
+    return [f"{file}: {fault}" for fault in unknown_argument_faults(settings)]
+
+
+def world_size_faults(files: PlanFiles, plan: Plan) -> list[str]:
+    """Return where the files disagree with the hardware that the plan is for, or with each other on the batch."""
+    ranks = plan.hardware.world_size
+    faults = []
+    for key, wanted in (("num_processes", ranks), ("num_machines", plan.hardware.nodes)):
+        found = files.accelerate.get(key, wanted)
+        if found != wanted:
+            faults.append(
+                f"accelerate.yaml {key} = {found!r}: the plan is for {plan.hardware.name}, which has {wanted}; "
+                f"write {wanted}, or plan again for other hardware"
+            )
+    batch = (files.deepspeed or {}).get("train_batch_size", "auto")
+    if isinstance(batch, int):
+        micro = _stated(
+            files.deepspeed, "train_micro_batch_size_per_gpu", files.arguments, "per_device_train_batch_size"
+        )
+        steps = _stated(files.deepspeed, "gradient_accumulation_steps", files.arguments, "gradient_accumulation_steps")
+        product = micro * steps * plan.chosen.strategy.data_parallel_size
+        if batch != product:
+            rule = f"must equal micro-batch · accumulation · ranks = {micro} · {steps} · {product // (micro * steps)}"
+            faults.append(f'ds_config.json train_batch_size = {batch}: {rule} = {product}; write {product} or "auto"')
+    return faults
+
+
+def _stated(config: Mapping[str, Any] | None, key: str, arguments: Mapping[str, Any], argument: str) -> int:
+    value = (config or {}).get(key, "auto")
+    if isinstance(value, int):
+        return value
+    default = 8 if argument == "per_device_train_batch_size" else 1
+    stated = arguments.get(argument, default)
+    return stated if isinstance(stated, int) and stated > 0 else default
+
+
+def check_layer_classes(accelerate: Mapping[str, Any], plan: Plan, class_names: set[str]) -> Check:
+    """Check that the classes which FSDP wraps, or checkpointing recomputes, exist in the model."""
+    wrapped = (accelerate.get("fsdp_config") or {}).get("fsdp_transformer_layer_cls_to_wrap")
+    names = list(plan.model.layer_classes)
+    if isinstance(wrapped, str):
+        names = [name.strip() for name in wrapped.split(",")]
+    elif isinstance(wrapped, list):
+        names = [str(name) for name in wrapped]
+    missing = [name for name in names if name not in class_names]
+    if not missing:
+        return passed("layer_classes", f"{plan.model.architecture} has {', '.join(names)}")
+    layers = ", ".join(sorted(name for name in class_names if name.endswith(("Layer", "Block")))) or "none"
+    detail = f"{', '.join(missing)}: no such class in {plan.model.architecture}; its layers are {layers}"
+    return failed("layer_classes", detail, exit_code=CONFIG_FAULT)
+
+
+def check_optimizer(deepspeed: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> Check:
+    """Check that optimizer offload keeps the update rule of the named optimizer."""
+    from ...plugins.transformers.training_arguments import refuse_replaced_optimizer
+
+    optimizer = arguments.get("optim", "adamw_torch_fused")
+    if deepspeed is not None:
+        configuration = {"zero_optimization": {}, **deepspeed}
+        plugin = SimpleNamespace(deepspeed_config=configuration)
+        try:
+            refuse_replaced_optimizer(SimpleNamespace(deepspeed_plugin=plugin, optim=optimizer))
+        except UsageError as error:
+            return failed("optimizer", str(error), exit_code=CONFIG_FAULT)
+    return passed("optimizer", f"{optimizer} stays what it is")
+
+
+def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: int, vocab_size: int) -> list[Check]:
+    """Check what the ranks wrote after training."""
+    import math
+
+    losses = list(records[0]["losses"])
+    shown = f"{losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps"
+    finite = all(math.isfinite(loss) for loss in losses)
+    checks = [_world_size_seen(records, ranks)]
+    if finite:
+        checks.append(passed("loss_finite", f"{len(losses)} losses"))
+    else:
+        checks.append(failed("loss_finite", f"losses: {', '.join(f'{loss:.3f}' for loss in losses)}"))
+    if finite and min(losses[1:]) < losses[0] and losses[-1] < losses[0]:
+        checks.append(
+            passed("loss_falls", f"{shown} (random weights lose ln {vocab_size} = {math.log(vocab_size):.3f})")
+        )
+    else:
+        checks.append(failed("loss_falls", f"{shown}: the optimizer does not move the weights, or away from the data"))
+    digests = {record["probe_digest"] for record in records}
+    if len(digests) == 1:
+        checks.append(passed("ranks_agree", f"the same batch gives all {ranks} ranks the same bits"))
+    else:
+        values = ", ".join(f"rank {index}: {record['probe_mean']!r}" for index, record in enumerate(records))
+        checks.append(failed("ranks_agree", f"the same batch gives logits of different means: {values}"))
+    return checks
+
+
+def _world_size_seen(records: Sequence[Mapping[str, Any]], ranks: int) -> Check:
+    seen = sorted({record["world_size"] for record in records})
+    if seen == [ranks] and len(records) == ranks:
+        return passed("world_size", f"the Trainer of each of {ranks} ranks counts {ranks}")
+    detail = f"launched {ranks} ranks, {len(records)} trained, and their Trainers count {', '.join(map(str, seen))}"
+    return failed("world_size", detail)
+
+
+def check_checkpoint(directory: Path) -> Check:
+    """Check that the middle checkpoint was saved."""
+    if (directory / "trainer_state.json").is_file():
+        size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+        return passed("checkpoint", f"{directory.name}: {size / 1e6:.1f} MB")
+    return failed("checkpoint", f"{directory.name} was not saved")
+
+
+CPU_OPTIMIZER_TOLERANCE = 1e-3
+"""DeepSpeed 0.19.8's CPU Adam multiplies up the powers of its bias correction and computes them anew after resuming
+(`IncrementStep` in csrc/includes/cpu_adam.h). Master weights then differ by 1e-7, which turns a few bf16 roundings.
+Seen: 3e-4."""
+
+
+def check_resumed(
+    losses: Sequence[float], resumed: Sequence[float], *, save_step: int, cpu_optimizer: bool = False
+) -> Check:
+    """Check that the steps after the checkpoint lose what they lost in the first launch, to the bit.
+
+    `cpu_optimizer` says that DeepSpeed's CPU Adam steps, which does not resume to the bit.
+    """
+    expected = list(losses[save_step:])
+    steps = f"steps {save_step + 1} to {len(losses)}"
+    if expected == list(resumed):
+        return passed("resume", f"{steps} lose the same after resuming, bit for bit")
+    if len(expected) == len(resumed):
+        difference = max(abs(one - other) for one, other in zip(expected, resumed, strict=True))
+        if cpu_optimizer and difference <= CPU_OPTIMIZER_TOLERANCE:
+            return passed(
+                "resume", f"{steps} lose the same after resuming within {difference:.0e} (DeepSpeed's CPU Adam)"
+            )
+    pairs = ", ".join(f"{one!r} then {other!r}" for one, other in zip(expected, resumed, strict=False))
+    return failed("resume", f"{len(resumed)} of {len(expected)} steps after resuming from step {save_step}: {pairs}")
+
+
+def check_export(directory: Path, trained_file: Path, export_file: Path, error: str | None, *, precision: str) -> Check:
+    """Check that the export is one safetensors model directory whose logits equal the trained engine's."""
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    unsafe = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
+    if not any(name.endswith(".safetensors") for name in names) or unsafe:
+        listed = ", ".join(unsafe or names) or "nothing"
+        return failed("export", f"no safetensors model directory was written, but {listed}")
+    if error is not None:
+        return failed("export", f"from_pretrained refuses it: {error}")
+    difference, largest = _largest_difference(trained_file, export_file)
+    allowed = LOGIT_TOLERANCE[precision] * largest
+    seen = "bit for bit" if difference == 0 else f"within {difference:.1e} of {largest:.1e}"
+    if difference <= allowed:
+        return passed("export", f"from_pretrained gives the trained engine's logits, {seen}")
+    return failed(
+        "export", f"logits of the export differ from the trained engine's by {difference:.3g} of {largest:.3g}"
+    )
+
+
+LOGIT_TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2.0**-6}
+"""Largest difference over the largest logit: another order of fp32 sums; two roundings to bf16."""
+
+
+def _largest_difference(one: Path, other: Path) -> tuple[float, float]:
+    from safetensors.torch import load_file
+
+    first, second = (load_file(path)["logits_BTV"] for path in (one, other))
+    assert first.shape == second.shape, "both computed the same batch"
+    return float((first - second).abs().max()), float(first.abs().max())

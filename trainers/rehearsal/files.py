@@ -1,0 +1,241 @@
+"""From a plan's files to those of its rehearsal: the same keys and values, with sizes and host matters replaced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ...ds_configs.memory.pipeline_stages import pipeline_stages
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.shrink.config import Change, rehearsed_sequence, shrink_model_config
+from ...ds_configs.shrink.layout import (
+    shrink_accelerate_config,
+    shrink_deepspeed_config,
+    shrink_strategy,
+    shrink_training_arguments,
+    shrink_zero_options,
+)
+from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.model import ModelSpec
+from ...ds_configs.specs.stages import PipelineStage
+from ...ds_configs.specs.strategy import Strategy
+from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed, cpu_model
+from .worker import WorkerJob
+
+MOST_RANKS = 64
+"""Beyond this many ranks no smallest legal count is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFiles:
+    """The files of a plan as they lie in its directory, perhaps edited."""
+
+    accelerate: dict[str, Any]
+    """`accelerate.yaml`."""
+    deepspeed: dict[str, Any] | None
+    """The DeepSpeed JSON that it names; `None` without one."""
+    arguments: dict[str, Any]
+    """`training_arguments.json`."""
+
+    @classmethod
+    def read(cls, directory: Path) -> PlanFiles:
+        """Read files that have passed the strict check."""
+        accelerate = yaml.safe_load((directory / "accelerate.yaml").read_text(encoding="utf-8"))
+        name = (accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")
+        deepspeed = None
+        if name:
+            # The check has warned where Accelerate would not find the file beside the YAML.
+            path = Path(name) if Path(name).exists() else directory / name
+            deepspeed = json.loads(path.read_text(encoding="utf-8"))
+        arguments = json.loads((directory / "training_arguments.json").read_text(encoding="utf-8"))
+        return cls(accelerate=accelerate, deepspeed=deepspeed, arguments=arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsed:
+    """A plan in the size in which it is rehearsed."""
+
+    config: dict[str, Any]
+    """`config.json` of the shrunken model."""
+    model: ModelSpec
+    """Its specification."""
+    strategy: Strategy
+    """The layout on the rehearsal's ranks."""
+    job: TrainingJob
+    """The job with the rehearsed sequence and precision."""
+    accelerate: dict[str, Any]
+    """`accelerate.yaml` to launch with."""
+    deepspeed: dict[str, Any] | None
+    """`ds_config.json` to launch with; `None` without DeepSpeed."""
+    worker: WorkerJob
+    """What the ranks read."""
+    changes: tuple[Change, ...]
+    """Every value that differs from the plan's."""
+
+    def offload_device(self, what: Literal["optimizer", "param"]) -> str:
+        """Return where the files send optimizer states or parameters: `none`, `cpu` or `nvme`."""
+        section = (self.deepspeed or {}).get("zero_optimization", {}).get(f"offload_{what}") or {}
+        return str(section.get("device", "none"))
+
+
+def choose_ranks(strategy: Strategy, *, nodes: int, ranks: int | None) -> int:
+    """Return the ranks to start: those asked for, else 2 (or one for each node) or the smallest legal count.
+
+    Raises:
+        UsageError: the layout does not divide the ranks.
+    """
+    if ranks is not None:
+        shrink_strategy(strategy, ranks=ranks, nodes=nodes)
+        return ranks
+    preferred = max(2, nodes)
+    counts: list[int] = [preferred, *range(nodes, MOST_RANKS + 1, nodes)]
+    for count in counts:
+        try:
+            shrink_strategy(strategy, ranks=count, nodes=nodes)
+        except UsageError:
+            continue
+        return count
+    shrink_strategy(strategy, ranks=preferred, nodes=nodes)
+    raise AssertionError("the last call refuses the count")
+
+
+def rehearsed_model(
+    plan: Plan, config: Mapping[str, Any], strategy: Strategy, work: Path
+) -> tuple[dict[str, Any], ModelSpec, tuple[Change, ...]]:
+    """Shrink the model, write its `config.json` to the work directory, and return it with its specification."""
+    from ...plugins.planning.models import load_model
+
+    shrunken = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
+    small, cpu_changes = cpu_model(shrunken.config)
+    (work / "model").mkdir()
+    (work / "model" / "config.json").write_text(json.dumps(small, indent=1), encoding="utf-8")
+    return small, load_model(str(work / "model")).spec, (*shrunken.changes, *cpu_changes)
+
+
+def scale_plan(
+    plan: Plan, files: PlanFiles, config: Mapping[str, Any], *, ranks: int, nodes: int, steps: int, work: Path
+) -> Rehearsed:
+    """Return the plan's own files with scaled values, for `ranks` CPU ranks on `nodes` launchers.
+
+    Raises:
+        UsageError: the layout does not divide the ranks.
+    """
+    strategy, layout_changes = shrink_strategy(plan.chosen.strategy, ranks=ranks, nodes=nodes)
+    config, model, model_changes = rehearsed_model(plan, config, strategy, work)
+    zero, _ = shrink_zero_options(
+        strategy.zero,
+        original=plan.model,
+        shrunken=model,
+        shards_before=plan.chosen.strategy.shard_size,
+        shards=strategy.shard_size,
+    )
+    strategy = replace(strategy, zero=zero)
+    job, job_changes = _job(plan, strategy)
+    deepspeed, deepspeed_changes = _scale_deepspeed(plan, files, strategy, work)
+    named = str(work / "ds_config.json") if deepspeed is not None else None
+    accelerate, accelerate_changes = shrink_accelerate_config(
+        files.accelerate, ranks=ranks, nodes=nodes, deepspeed_config_file=named
+    )
+    accelerate, cpu_changes = cpu_accelerate(accelerate)
+    if strategy.engine == "fsdp2":
+        strategy = replace(strategy, offload_optimizer="none", offload_param="none")
+    stages = pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp) if strategy.pp > 1 else ()
+    worker, argument_changes = _worker_job(files, strategy, job, stages, ranks=ranks, steps=steps)
+    groups = (layout_changes, model_changes, job_changes, deepspeed_changes, accelerate_changes, cpu_changes)
+    return Rehearsed(
+        config=config,
+        model=model,
+        strategy=strategy,
+        job=job,
+        accelerate=accelerate,
+        deepspeed=deepspeed,
+        worker=worker,
+        changes=tuple(change for group in (*groups, argument_changes) for change in group),
+    )
+
+
+def _scale_deepspeed(
+    plan: Plan, files: PlanFiles, strategy: Strategy, work: Path
+) -> tuple[dict[str, Any] | None, tuple[Change, ...]]:
+    if files.deepspeed is None:
+        return None, ()
+    scaled, changes = shrink_deepspeed_config(
+        files.deepspeed,
+        zero=strategy.zero,
+        nvme_path=str(work / "nvme"),
+        world_size_before=plan.chosen.strategy.data_parallel_size,
+        ranks=strategy.data_parallel_size,
+        strategy=plan.chosen.strategy,
+    )
+    scaled, cpu_changes = cpu_deepspeed(scaled)
+    return scaled, (*changes, *cpu_changes)
+
+
+def _worker_job(
+    files: PlanFiles,
+    strategy: Strategy,
+    job: TrainingJob,
+    stages: tuple[PipelineStage, ...],
+    *,
+    ranks: int,
+    steps: int,
+) -> tuple[WorkerJob, tuple[Change, ...]]:
+    scaled, changes = shrink_training_arguments(files.arguments, strategy=strategy)
+    save_step = steps // 2
+    arguments, cpu_changes = cpu_arguments(scaled, steps=steps, save_step=save_step)
+    worker = WorkerJob(
+        training_arguments=arguments,
+        seq_len=job.seq_len_tokens,
+        samples=strategy.micro_batch_size * strategy.gradient_accumulation_steps * ranks * steps,
+        steps=steps,
+        save_step=save_step,
+        precision=job.precision,
+        method=job.method,
+        lora_rank=job.lora_rank,
+        lora_targets=",".join(job.lora_targets),
+        text_tokens=False,
+        axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
+        stages=tuple(asdict(stage) for stage in stages),
+    )
+    return worker, (*changes, *cpu_changes)
+
+
+def _job(plan: Plan, strategy: Strategy) -> tuple[TrainingJob, tuple[Change, ...]]:
+    """Return the job in the rehearsed sequence, and in a precision and method that CPU ranks train."""
+    job = plan.job
+    seq_len = rehearsed_sequence(job.seq_len_tokens, strategy)
+    found = replace(
+        job,
+        seq_len_tokens=seq_len,
+        precision="bf16" if job.precision == "fp16" else job.precision,
+        method="lora" if job.method == "qlora" else job.method,
+        loss="eager",
+        teacher=None,
+    )
+    changes = []
+    for name in ("seq_len_tokens", "precision", "method", "loss"):
+        before, after = getattr(job, name), getattr(found, name)
+        if before != after:
+            changes.append(Change(where=f"job: {name}", before=before, after=after))
+    if job.teacher is not None:
+        changes.append(Change(where="job: teacher", before=job.teacher.name, after=None))
+    return found, tuple(changes)
+
+
+def write_rehearsal(rehearsed: Rehearsed, work: Path, text: bytes | None) -> None:
+    """Write what the launchers and ranks read; with text the ranks train on its bytes."""
+    worker = replace(rehearsed.worker, text_tokens=text is not None)
+    if text is not None:
+        (work / "tokens.bin").write_bytes(text)
+    (work / "nvme").mkdir()
+    (work / "job.json").write_text(json.dumps(asdict(worker)), encoding="utf-8")
+    accelerate = yaml.safe_dump(rehearsed.accelerate, sort_keys=False)
+    (work / "accelerate.yaml").write_text(accelerate, encoding="utf-8")
+    if rehearsed.deepspeed is not None:
+        (work / "ds_config.json").write_text(json.dumps(rehearsed.deepspeed, indent=1), encoding="utf-8")

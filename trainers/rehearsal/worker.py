@@ -1,0 +1,261 @@
+"""Runs on every rank of a rehearsal: trains the shrunken model through the Trainer, or resumes and loads the export.
+
+Rank files, checkpoints and the exported model directory go to the rehearsal's work directory, where the process that
+started the launch reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.stages import PipelineStage
+from ...ds_configs.specs.strategy import Strategy
+from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from ...plugins.deepspeed.engine import prepare_nvme_offload
+from ...plugins.peft.lora import add_lora
+from ...plugins.transformers.training_arguments import (
+    prepare_model_directory_save,
+    save_model_directory,
+    training_arguments,
+    weights_dtype,
+)
+from ..parallel.trainer_for import engine_logits, parallelism_of
+from ..runs.steps import StepLosses, chosen_engine
+
+PROGRESS = "shardwright-rehearsal: "
+"""Begins a line of rank 0 that tells how far it is, as JSON."""
+DISTINCT_TOKENS = 16
+PROBE_SEED = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerJob:
+    """What every rank needs to know, as it stands in `job.json`."""
+
+    training_arguments: dict[str, Any]
+    """Keys of `TrainingArguments`, scaled."""
+    seq_len: int
+    """Tokens of one sample."""
+    samples: int
+    """Samples that the steps of all ranks need."""
+    steps: int
+    """Optimizer steps."""
+    save_step: int
+    """Step after which the checkpoint is saved that the second launch resumes from."""
+    precision: str
+    """`bf16` or `fp32`."""
+    method: str
+    """`full` or `lora`."""
+    lora_rank: int
+    """Rank of the adapters; unused with `full`."""
+    lora_targets: str
+    """Modules to adapt, separated by commas; unused with `full`."""
+    text_tokens: bool
+    """Whether `tokens.bin` holds the user's text as bytes; synthetic tokens otherwise."""
+    axes: dict[str, Any] = field(default_factory=dict)
+    """Ranks of every axis beyond data parallelism, by its field in `Strategy`."""
+    stages: tuple[dict[str, Any], ...] = ()
+    """Fields of the `PipelineStage`s; none without a pipeline."""
+
+
+def train(job: WorkerJob, work: Path) -> None:
+    """Train, let every rank compute the same batch, export the model, and write what was seen."""
+    from ...plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
+    from ...plugins.metering.byte_meter import start_meter
+    from ...plugins.metering.trainer_phases import meter_trainer
+
+    arguments = _arguments(job, work)
+    prepare_model_directory_save(arguments)
+    with start_meter() as meter:
+        trainer, recorder = _trainer(job, work, arguments, "train")
+        (meter_pipeline_trainer if job.stages else meter_trainer)(trainer, meter)
+        trainer.train()
+        reading = meter.reading()
+    logits_BTV = engine_logits(trainer, probe_tokens(job, _vocab_size(work)))
+    losses = recorder.mean_over_ranks()
+    if arguments.process_index == 0:
+        _save_logits(logits_BTV, work / "trained_logits.safetensors")
+    save_model_directory(trainer, str(work / "export"))
+    record = {
+        "world_size": arguments.world_size,
+        "losses": losses,
+        "probe_mean": logits_BTV.double().mean().item(),
+        "probe_digest": hashlib.sha256(logits_BTV.numpy().tobytes()).hexdigest(),
+        "roles": reading.roles,
+    }
+    _write_json(record, work / f"train-rank{arguments.process_index}.json")
+
+
+def resume(job: WorkerJob, work: Path) -> None:
+    """Load the export as a user would, before the engine exists; then resume from the middle checkpoint."""
+    record: dict[str, Any] = {}
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            _save_logits(_exported_logits(job, work), work / "export_logits.safetensors")
+        except Exception as error:
+            record["export_error"] = f"{type(error).__name__}: {error}"
+    # With NVMe offload DeepSpeed 0.19.8 cannot save a step again where the first launch saved it.
+    arguments = _arguments(job, work, output_dir=str(work / "resumed"), save_strategy="no")
+    trainer, recorder = _trainer(job, work, arguments, "resume")
+    trainer.train(resume_from_checkpoint=str(work / "checkpoints" / f"checkpoint-{job.save_step}"))
+    record |= {"world_size": arguments.world_size, "losses": recorder.mean_over_ranks()}
+    _write_json(record, work / f"resume-rank{arguments.process_index}.json")
+
+
+def _arguments(job: WorkerJob, work: Path, **changes: Any) -> Any:
+    """ZeRO-3 partitions weights while they are made, for which `TrainingArguments` must exist before them."""
+    settings = job.training_arguments | {"output_dir": str(work / "checkpoints")} | changes
+    arguments = training_arguments(settings, configure_cpu_ranks(chosen_engine(settings)))
+    prepare_nvme_offload(arguments)
+    return arguments
+
+
+def _trainer(job: WorkerJob, work: Path, arguments: Any, stage: str) -> tuple[Any, StepLosses]:
+    from transformers import default_data_collator, set_seed
+
+    set_seed(arguments.seed)
+    dtype = weights_dtype(arguments, method=job.method)
+    model = _load(work / "model", dtype) if job.method != "full" else _initialise(work / "model", dtype)
+    if job.method != "full":
+        fp32_adapters = chosen_engine(job.training_arguments) != "deepspeed"
+        model = add_lora(model, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32_adapters)
+    samples = _samples(job, work, _vocab_size(work))
+    stages = tuple(PipelineStage(**stage) for stage in job.stages)
+    parallelism = parallelism_of(Strategy(engine="deepspeed", **job.axes), stages=stages)
+    trainer = parallelism.make_trainer(
+        model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
+    )
+    recorder = StepLosses(trainer)
+    if arguments.process_index == 0:
+        trainer.add_callback(_step_reporter(stage, job.steps))
+    return trainer, recorder
+
+
+def _initialise(directory: Path, dtype: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _load(directory: Path, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+
+
+def _vocab_size(work: Path) -> int:
+    config = json.loads((work / "model" / "config.json").read_text(encoding="utf-8"))
+    size: int = (config.get("text_config") or config)["vocab_size"]
+    return size
+
+
+def _samples(job: WorkerJob, work: Path, vocab_size: int) -> list[dict[str, Any]]:
+    """Return as many samples as the steps need: the user's bytes over and over, or draws that a few steps can learn."""
+    import torch
+
+    wanted = job.samples * job.seq_len
+    if job.text_tokens:
+        text = torch.frombuffer(bytearray((work / "tokens.bin").read_bytes()), dtype=torch.uint8).long()
+        tokens = text.repeat(-(-wanted // len(text)))[:wanted]
+    else:
+        tokens = skewed_tokens(wanted, vocab_size, seed=0)
+    return [{"input_ids": block_T, "labels": block_T} for block_T in tokens.view(job.samples, job.seq_len)]
+
+
+def skewed_tokens(count: int, vocab_size: int, *, seed: int) -> Any:
+    """Return tokens of which each is half as frequent as the one before, `DISTINCT_TOKENS` in all, spread over the ids.
+
+    Their entropy is 2 bits, so that the loss of random weights, ln(vocabulary), has far to fall.
+    """
+    import torch
+
+    distinct = min(DISTINCT_TOKENS, vocab_size)
+    weights = 0.5 ** torch.arange(distinct, dtype=torch.float64)
+    draws = torch.multinomial(weights, count, replacement=True, generator=torch.Generator().manual_seed(seed))
+    return draws * (vocab_size // distinct)
+
+
+def probe_tokens(job: WorkerJob, vocab_size: int) -> Any:
+    """Return the token ids [2, T] on which the trained engine and the exported model are compared."""
+    return skewed_tokens(2 * job.seq_len, vocab_size, seed=PROBE_SEED).view(2, job.seq_len)
+
+
+def _exported_logits(job: WorkerJob, work: Path) -> Any:
+    """Compute the probe in the engine's arithmetic: DDP under autocast, DeepSpeed and FSDP2 on 16-bit weights."""
+    import torch
+
+    engine = chosen_engine(job.training_arguments)
+    bf16 = job.precision == "bf16"
+    autocast = bf16 and engine == "ddp"
+    dtype = torch.bfloat16 if bf16 and not (autocast and job.method == "full") else torch.float32
+    if job.method == "full":
+        model = _load(work / "export", dtype)
+    else:
+        from peft import PeftModel
+
+        base = _load(work / "model", dtype)
+        model = PeftModel.from_pretrained(base, str(work / "export"), autocast_adapter_dtype=autocast)
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext(), torch.no_grad():
+        tokens_BT = probe_tokens(job, _vocab_size(work))
+        return model.eval()(input_ids=tokens_BT, use_cache=False).logits.float().contiguous()
+
+
+def _save_logits(logits_BTV: Any, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"logits_BTV": logits_BTV}, path)
+
+
+def _step_reporter(stage: str, steps: int) -> Any:
+    from transformers import TrainerCallback
+
+    class StepReporter(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            line = {"stage": stage, "step": state.global_step, "steps": steps}
+            print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
+
+    return StepReporter()
+
+
+def _write_json(record: Mapping[str, Any], path: Path) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(record), encoding="utf-8")
+    temporary.replace(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one stage, `train` or `resume`, on the work directory; a failure is written beside the rank's other files."""
+    directory, stage = sys.argv[1:] if argv is None else argv
+    work, rank = Path(directory), os.environ.get("RANK", "0")
+    try:
+        job = WorkerJob(**json.loads((work / "job.json").read_text(encoding="utf-8")))
+        {"train": train, "resume": resume}[stage](job, work)
+    except Exception as error:
+        known = isinstance(error, ShardwrightError)
+        failure = {
+            "rank": int(rank),
+            "time": time.time(),
+            "message": str(error) if known else f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+            "exit_code": error.exit_code if isinstance(error, ShardwrightError) else 1,
+        }
+        _write_json(failure, work / f"{stage}-failure{rank}.json")
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What every launched training shares: settings, launch, ranks, report."""

@@ -1,0 +1,125 @@
+"""Inputs that every launched training reads: hardware, held-out samples, a teacher, and the job that is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from ...plugins.planning.from_names import read_hardware
+from ...plugins.planning.models import LoadedModel, load_model
+from ..data.samples import Samples, load_samples
+from .settings import LaunchedSettings, is_without
+
+if TYPE_CHECKING:
+    from ...ds_configs.specs.hardware import HardwareSpec
+
+_DEFAULT_GLOBAL_BATCH = 32
+
+Notify = Callable[[str], None]
+
+
+def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
+    """Return the named hardware; without a name this machine's accelerators, or else two CPU ranks."""
+    import torch
+
+    name = settings.hardware or ("local" if torch.cuda.is_available() else "2xCPU")
+    return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
+
+
+def launch_faults(hardware: HardwareSpec) -> list[Fault]:
+    """Return why this machine cannot run what the hardware's name says."""
+    import torch
+
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if hardware.nodes == 1 and (hardware.gpu == "CPU" or hardware.world_size <= here):
+        return []
+    rule = f"needs {hardware.world_size} x {hardware.gpu} on {hardware.nodes} node(s); this machine has {here} GPUs"
+    fix = "plan it with --dry-run, or leave --hardware out to use what is here"
+    return [Fault(where="hardware", value=hardware.name, rule=rule, fix=fix)]
+
+
+def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
+    """Return a teacher's sizes.
+
+    Raises:
+        UsageError: it has no weights.
+        RefusedInputError: its weights are in another format than safetensors.
+    """
+    source = Path(teacher)
+    if is_without(source, ["*.safetensors"]):
+        if is_without(source, ["*.bin", "*.pt", "*.pth"]):
+            rule = "has no weights, so it has nothing to teach"
+            raise UsageError(Fault(where="teacher", value=teacher, rule=rule, fix="give a trained model"))
+        rule = "weights are read from safetensors only, other formats can run code"
+        raise RefusedInputError(Fault(where="teacher", value=teacher, rule=rule, fix="convert them"))
+    return load_model(teacher, revision=revision)
+
+
+def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
+    """Return the samples of the dataset, some of them held out.
+
+    Raises:
+        UsageError: there is no text, or nothing is left to hold out.
+    """
+    found = load_samples(
+        settings.dataset,
+        tokenizer,
+        seq_len=settings.seq_len,
+        packing=settings.packing,
+        split=settings.dataset_split,
+        revision=settings.dataset_revision,
+        seed=settings.seed,
+        evaluation_fraction=settings.evaluation_fraction,
+    )
+    if not found.evaluation:
+        rule = f"the {settings.evaluation_fraction:.0%} that is held out is shorter than one sample"
+        fix = "give more data, raise --evaluation-fraction or lower --seq-len"
+        raise UsageError(Fault(where="dataset", value=settings.dataset, rule=rule, fix=fix))
+    return found
+
+
+def evenly_held_out(samples: Samples, plan: Plan, settings: LaunchedSettings) -> Samples:
+    """Cut the held-out samples to whole batches on every rank: a last one would be filled up with copies."""
+    found = samples.evaluation[: settings.evaluation_samples]
+    ranks = plan.hardware.world_size
+    at_once = ranks * evaluation_batch_size(plan, len(found))
+    kept = found[: max(1, len(found) // at_once) * at_once]
+    return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
+
+
+def evaluation_batch_size(plan: Plan, samples: int) -> int:
+    """Return the held-out samples of one forward pass on one rank: a micro-batch, or fewer where there are few."""
+    return max(1, min(plan.chosen.strategy.micro_batch_size, samples // plan.hardware.world_size))
+
+
+def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **teacher: Any) -> TrainingJob:
+    """Return what is to be planned; `teacher` holds the fields of `TrainingJob` that belong to one.
+
+    Launched trainings run under data parallelism alone, whose trainers compute losses of their own.
+    """
+    alone: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
+    precision = settings.precision
+    if precision == "auto":
+        precision = "fp32" if hardware.gpu == "CPU" else "bf16"
+    micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
+    at_once = hardware.world_size * (micro_batch or 1)
+    return TrainingJob(
+        seq_len_tokens=settings.seq_len,
+        micro_batch_size=micro_batch,
+        global_batch_size=settings.global_batch_size or at_once * max(1, _DEFAULT_GLOBAL_BATCH // at_once),
+        precision=precision,
+        optimizer=settings.optimizer,
+        method=settings.method,
+        lora_rank=settings.lora_rank,
+        lora_targets=tuple(name.strip() for name in settings.lora_targets.split(",") if name.strip()),
+        gradient_checkpointing=settings.gradient_checkpointing,
+        strategy=settings.strategy,
+        offload=settings.offload,
+        **alone,
+        **teacher,
+    )

@@ -1,0 +1,277 @@
+"""`PlanCallback`: what a training run used, beside what its plan predicted.
+
+In transformers 5.17.0 `Trainer._finalize_training` logs the summary with `train_runtime`, and only later calls
+`on_train_end`, in which TensorBoard's writer and Trackio's run are closed; what is logged later reaches no reporter.
+The figures must therefore leave while the summary is being logged. A callback cannot log by itself, since events carry
+no trainer; `attach` keeps the trainer's `log`. Every rank logs the summary, so ranks can meet there to gather.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import TrainerCallback
+
+from ...ds_configs.plan.measurement import (
+    FILE_NAME,
+    FIRST_STEPS,
+    RankMeasurement,
+    RunMeasurement,
+    log_values,
+    measurement_text,
+    planned_run,
+    predicted_memory,
+    report_lines,
+)
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.write import write_files
+from ...ds_configs.specs.errors import ShardwrightError
+from ...plugins.accelerate.cpu_ranks import engine_from_environment
+from ...plugins.planning.from_names import installed_versions
+from ...plugins.transformers.training_arguments import deepspeed_configuration
+
+_SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
+"""With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
+
+
+class PeakMeter(Protocol):
+    """Counts memory on one rank."""
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        """Return the largest allocated and reserved bytes so far; `None` for what is not counted."""
+
+
+class AcceleratorPeaks:
+    """Peaks of torch's caching allocator since this meter was made; nothing on ranks without an accelerator.
+
+    It resets torch's own peak statistics when it is made and after the first step.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._present = torch.cuda.is_available()
+        self._first_allocated: int | None = None
+        self._reserved = 0
+        if self._present:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        """Return the largest allocated and reserved bytes so far."""
+        if not self._present:
+            return None, None
+        allocated, reserved = self._since_reset()
+        return max(allocated, self._first_allocated or 0), max(reserved, self._reserved)
+
+    def later_peak(self) -> int | None:
+        """Return the largest allocated bytes since `first_step_ended`; `None` before it."""
+        return None if self._first_allocated is None else self._since_reset()[0]
+
+    def first_step_ended(self) -> None:
+        """Begin to count the later steps apart."""
+        import torch
+
+        if self._present:
+            self._first_allocated, self._reserved = self._since_reset()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _since_reset(self) -> tuple[int, int]:
+        import torch
+
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+class PlanCallback(TrainerCallback):
+    """Compares a run with its plan: writes `plan_measurement.json` and prints both on rank 0.
+
+    Make it before the Trainer, so that what the Trainer allocates counts, and attach it so that the figures reach
+    W&B, TensorBoard and Trackio. Without `attach`, `callbacks=[callback]` still writes and prints. A step's time runs
+    from `on_step_begin` to `on_step_end`: without data loading, logging, evaluation and saving.
+
+    Args:
+        plan_directory: The directory that `shardwright plan` wrote.
+        meter: Counts memory instead of torch's caching allocator.
+        seq_len_tokens: Length of the training sequences, compared with the plan's when given.
+        method: `full`, `lora` or `qlora`, compared with the plan's when given.
+
+    Raises:
+        UsageError: there is no plan.
+        RefusedInputError: it is not one that this version wrote.
+
+    >>> callback = PlanCallback("plan")  # doctest: +SKIP
+    >>> trainer = Trainer(model=model, args=arguments, train_dataset=samples)  # doctest: +SKIP
+    >>> callback.attach(trainer)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        plan_directory: str | Path,
+        *,
+        meter: PeakMeter | None = None,
+        seq_len_tokens: int | None = None,
+        method: str | None = None,
+    ) -> None:
+        self._plan = Plan.load(plan_directory)
+        self._meter = meter or AcceleratorPeaks()
+        self._stated = {"seq_len": seq_len_tokens, "method": method}
+        self._log: Callable[[dict[str, float]], None] | None = None
+        self._begin_training()
+
+    def _begin_training(self) -> None:
+        self._seconds: list[float] = []
+        self._step_started: float | None = None
+        self._finished = False
+
+    def attach(self, trainer: Any) -> None:
+        """Add this callback to a Trainer and send the figures through its reporters."""
+        trainer.add_callback(self)
+        self._log = trainer.log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget the steps of an earlier training."""
+        self._begin_training()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock, once the device is idle."""
+        _await_device()
+        self._step_started = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock, once the device is idle."""
+        _await_device()
+        if self._step_started is None:
+            return
+        self._seconds.append(time.monotonic() - self._step_started)
+        self._step_started = None
+        if len(self._seconds) == 1 and isinstance(self._meter, AcceleratorPeaks):
+            self._meter.first_step_ended()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Finish at the Trainer's summary, while reporters are open."""
+        if self._log is not None and not self._finished and (logs or {}).keys() >= _SUMMARY_KEYS:
+            self._log(log_values(self._finish(args, kwargs.get("model"))))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Finish where no trainer is attached."""
+        if not self._finished:
+            self._finish(args, kwargs.get("model"))
+
+    def _finish(self, args: Any, model: Any) -> RunMeasurement:
+        """Gather all ranks' figures; rank 0 writes and prints them. Every rank must call it."""
+        self._finished = True
+        ranks = _gathered(self._measure_rank(args.process_index))
+        measurement = RunMeasurement(
+            plan=planned_run(self._plan),
+            predicted=predicted_memory(self._plan),
+            measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
+            differences=tuple(self._differences(args, model, ranks)),
+            versions=dict(installed_versions()),
+        )
+        if args.process_index == 0:
+            # The first line break leaves the progress bar's line.
+            print("", *report_lines(measurement), sep="\n", file=sys.stderr)
+            self._write(measurement, Path(args.output_dir))
+        return measurement
+
+    def _write(self, measurement: RunMeasurement, directory: Path) -> None:
+        try:
+            (path,) = write_files({FILE_NAME: measurement_text(measurement)}, directory, force=True)
+            print(f"written to {path}", file=sys.stderr)
+        except ShardwrightError as error:
+            # The trained model is still to be saved, and the other ranks wait for this one.
+            print(f"the measurement was not written: {error}", file=sys.stderr)
+
+    def _measure_rank(self, rank: int) -> RankMeasurement:
+        import torch
+
+        allocated, reserved = self._meter.peaks()
+        first, later = self._seconds[:FIRST_STEPS], self._seconds[FIRST_STEPS:]
+        present = torch.cuda.is_available()
+        free_bytes, device_bytes = torch.cuda.mem_get_info() if present else (0, 0)
+        return RankMeasurement(
+            rank=rank,
+            device=torch.cuda.get_device_name() if present else "cpu",
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            later_peak_allocated_bytes=self._meter.later_peak() if isinstance(self._meter, AcceleratorPeaks) else None,
+            reserved_at_end_bytes=torch.cuda.memory_reserved() if present else None,
+            device_used_bytes=device_bytes - free_bytes if present else None,
+            device_bytes=device_bytes if present else None,
+            steps=len(self._seconds),
+            first_step_seconds=tuple(first),
+            median_step_seconds=statistics.median(later) if later else None,
+            mean_step_seconds=statistics.fmean(later) if later else None,
+        )
+
+    def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:
+        """Name what ran otherwise than planned; a prediction for something else calibrates nothing."""
+        plan, strategy = self._plan, self._plan.chosen.strategy
+        optimizer = getattr(args.optim, "value", args.optim)
+        deepspeed = deepspeed_configuration(args)
+        engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
+        stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed else None
+        facts: dict[str, tuple[Any, Any]] = {
+            "ranks": (len(ranks), plan.hardware.world_size),
+            "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
+            "zero_stage": (stage, strategy.zero_stage),
+            "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
+            "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
+            "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
+            "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
+            "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
+            "precision": ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", plan.job.precision),
+            "optim": (optimizer, plan.job.optimizer),
+            "sequence length": (self._stated["seq_len"], plan.job.seq_len_tokens),
+            "method": (self._stated["method"], plan.job.method),
+            "model_type": (_model_type(model, plan.model.model_type), plan.model.model_type),
+        }
+        found = [
+            f"{name} was {ran}, the plan says {planned}"
+            for name, (ran, planned) in facts.items()
+            if ran is not None and ran != planned
+        ]
+        sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
+        planned_bytes = plan.hardware.gpu_bytes
+        if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
+            found.append(f"the accelerator has {min(sizes) / 1e9:.1f} GB, the plan says {planned_bytes / 1e9:.1f} GB")
+        return found
+
+
+def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:
+    """Return the device of a DeepSpeed offload section; `None`, which compares with nothing, without DeepSpeed."""
+    if deepspeed is None:
+        return None
+    section = deepspeed.get("zero_optimization", {}).get(f"offload_{what}") or {}
+    return str(getattr(section.get("device", "none"), "value", section.get("device", "none")))
+
+
+def _model_type(model: Any, planned: str) -> str | None:
+    """Return the family of a model or, where that is the planned one, of the language model inside it."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    found = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
+    return planned if planned in found else next(iter(found), None)
+
+
+def _await_device() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _gathered(mine: RankMeasurement) -> list[RankMeasurement]:
+    """Return the figures of all ranks; gloo and NCCL both carry objects."""
+    import torch.distributed as distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [mine]
+    everyone: list[RankMeasurement | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, mine)
+    return [rank for rank in everyone if rank is not None]

@@ -1,0 +1,227 @@
+"""What every rank of a launched training does: arguments, model, records of the steps, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...ds_configs.specs.errors import ShardwrightError
+from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks
+from ...plugins.deepspeed.engine import prepare_nvme_offload
+from ...plugins.peft.lora import add_lora
+from ...plugins.transformers.training_arguments import (
+    refuse_replaced_optimizer,
+    training_arguments,
+    warn_of_zero0_in_16_bit,
+    weights_dtype,
+)
+from ..data.models import StartingModel, load_config, load_model
+from ..data.samples import collate
+from .settings import (
+    EVALUATION_SAMPLES,
+    METRICS_FILE,
+    RESULT_FILE,
+    TRAIN_SAMPLES,
+    LaunchedJob,
+    LaunchedSettings,
+)
+from .steps import chosen_engine
+
+PROGRESS = "shardwright-progress: "
+"""Begins a line of rank 0 that tells how far it is, as JSON."""
+FAILURE = "failure-rank"
+
+Job = TypeVar("Job", bound=LaunchedJob)
+
+
+def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine]:
+    """Return the training arguments of this rank and its engine; ZeRO-3 needs them before any weight is made.
+
+    Raises:
+        ShardwrightError: other ranks came up than were planned.
+        UsageError: arguments that contradict the host or one another.
+    """
+    settings = job.training_arguments
+    engine = chosen_engine(settings)
+    arguments = training_arguments(settings, configure_cpu_ranks(engine))
+    if arguments.world_size != job.world_size:
+        raise ShardwrightError(f"{arguments.world_size} ranks came up, the plan has {job.world_size}")
+    refuse_replaced_optimizer(arguments)
+    warn_of_zero0_in_16_bit(arguments)
+    prepare_nvme_offload(arguments)
+    return arguments, engine
+
+
+def trained_model(name: str, settings: LaunchedSettings, arguments: Any, engine: Engine) -> Any:
+    """Return the model that is trained, with adapters in it where the method has them."""
+    source = StartingModel(model=name, revision=settings.revision, method=settings.method)
+    dtype = weights_dtype(arguments, method=settings.method)
+    model = load_model(source, load_config(source), dtype, arguments.seed)
+    if settings.method == "lora":
+        fp32 = engine != "deepspeed"
+        model = add_lora(model, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=fp32)
+    return model
+
+
+def placed_teacher(name: str, revision: str | None, job: LaunchedJob, arguments: Any, engine: Any) -> Any:
+    """Return a frozen teacher where the plan wants it, in the type that is computed with."""
+    import torch
+
+    from ...plugins.transformers.teacher_placement import load_teacher
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
+    return load_teacher(
+        name,
+        revision=revision,
+        placement=job.placement,
+        dtype=dtype,
+        engine=engine if job.world_size > 1 else "single",
+    )
+
+
+def read_samples(work: Path) -> list[Any]:
+    """Return the samples to train on and those that are held out."""
+    from datasets import load_from_disk
+
+    return [load_from_disk(str(work / name)) for name in (TRAIN_SAMPLES, EVALUATION_SAMPLES)]
+
+
+def collator(tokenizer: Any) -> Callable[..., Any]:
+    """Return what makes batches of samples."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return partial(collate, pad_token_id=pad or 0)
+
+
+def last_checkpoint(arguments: Any) -> str | None:
+    """Return the newest checkpoint of a run."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    found: str | None = get_last_checkpoint(arguments.output_dir)
+    return found
+
+
+def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
+    """Return a callback that writes `metrics.jsonl`, tells how far training is, and may evaluate at its end."""
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        seconds = 0.0
+        first_step = 0
+        _step_began = 0.0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.first_step = state.global_step
+            self._write(state)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._step_began = time.monotonic()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds += time.monotonic() - self._step_began
+            if state.is_world_process_zero:
+                line = {"step": state.global_step, "steps": state.max_steps}
+                print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
+            if state.global_step >= state.max_steps:
+                control.should_log = True
+                control.should_evaluate = control.should_evaluate or evaluates_last
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._write(state)
+
+        def _write(self, state: Any) -> None:
+            """Write all steps anew: a resumed run drops what was logged after its checkpoint."""
+            if state.is_world_process_zero:
+                steps = [entry for entry in state.log_history if "loss" in entry]
+                text = "".join(f"{json.dumps(entry)}\n" for entry in steps)
+                (output_dir / METRICS_FILE).write_text(text, encoding="utf-8")
+
+    return Recorder()
+
+
+def end_rank(trainer: Any, result: Callable[[int | None], Mapping[str, Any]], work: Path) -> None:
+    """Leave the result, and wait: a rank that exits while others still communicate makes gloo abort them."""
+    arguments = trainer.args
+    peak = _peak_bytes(trainer)
+    if arguments.process_index == 0:
+        write_json(result(peak), work / RESULT_FILE)
+        with contextlib.suppress(OSError):
+            Path(arguments.output_dir).rmdir()
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+def _peak_bytes(trainer: Any) -> int | None:
+    """Return the largest allocation on any accelerator; `None` on CPU ranks. Every rank must call it."""
+    import torch
+
+    if trainer.args.device.type != "cuda":
+        return None
+    own = torch.tensor([torch.cuda.max_memory_allocated()], device=trainer.args.device)
+    return int(trainer.accelerator.gather(own).max())
+
+
+def step_facts(trainer: Any, recorder: Any, job: LaunchedJob) -> dict[str, Any]:
+    """Return steps, their seconds and their tokens as a result states them."""
+    steps = trainer.state.global_step
+
+    def tokens(count: int) -> int:
+        return trained_tokens(trainer.args, count, job.train_samples, job.train_tokens)
+
+    return {
+        "steps": steps,
+        "step_seconds": recorder.seconds,
+        "tokens": tokens(steps),
+        "timed_tokens": tokens(steps) - tokens(recorder.first_step),
+    }
+
+
+def trained_tokens(arguments: Any, steps: int, samples: int, tokens: int) -> int:
+    """Return the tokens of some optimizer steps; an epoch ends with a step of the samples that are left."""
+    at_once: int = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    epochs, further = divmod(steps, -(-samples // at_once))
+    return epochs * tokens + round(tokens * further * at_once / samples)
+
+
+def write_json(record: Mapping[str, Any], path: Path) -> None:
+    """Write a file that is whole or not there."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(record), encoding="utf-8")
+    temporary.replace(path)
+
+
+def run_rank(argv: Sequence[str] | None, kind: type[Job], work: Callable[[Job, Path], None]) -> int:
+    """Run one rank; a failure is written beside the settings, where the process that launched it looks.
+
+    Args:
+        argv: Its command line; `None`: this process's.
+        kind: What `job.json` holds.
+        work: Does what the job says; receives the job and its directory.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--settings", type=Path, required=True, metavar="FILE.json")
+    file = parser.parse_args(argv).settings
+    rank = os.environ.get("RANK", "0")
+    try:
+        work(kind.model_validate_json(file.read_text(encoding="utf-8")), file.parent)
+    except Exception as error:
+        known = isinstance(error, ShardwrightError)
+        failure = {
+            "rank": int(rank),
+            "time": time.time(),
+            "known": known,
+            "message": str(error) if known else f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+            "exit_code": error.exit_code if isinstance(error, ShardwrightError) else 1,
+        }
+        write_json(failure, file.parent / f"{FAILURE}{rank}.json")
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,1 +1,0 @@
-"""Layers divided over ranks: DeepSpeed AutoTP as a callback of any Trainer."""
