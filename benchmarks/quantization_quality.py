@@ -1,7 +1,7 @@
 """Held-out perplexity of a small Llama by method and scheme: `python benchmarks/quantization_quality.py [--write]`.
 
-The model is the one that `tests/test_quantize_quality.py` trains, on one CPU core in a minute; the rest takes two more.
-With `--write` the figures, the tables in docs/quantization_quality.md and its picture are replaced.
+The model is the one that `tests/small_llama.py` trains, on one CPU core in a minute; the rest takes two more. With
+`--write` the figures, the tables in docs/quantization_quality.md and its picture are replaced.
 """
 
 from __future__ import annotations

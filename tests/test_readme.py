@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from readme_parts import ROOT, with_generated_parts
+import pytest
+from paths import ROOT
+from readme_parts import PAGES, with_generated_parts
 from shardwright.cli.main import build_app
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_tree_and_example_are_current():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_generated_parts_are_current(page):
+    text = page.read_text(encoding="utf-8")
     assert text == with_generated_parts(text), "run `make readme`"
 
 

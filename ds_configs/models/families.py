@@ -1,6 +1,7 @@
 """Closed-form `ModelSpec` of the common decoder families, equal to what transformers builds on the meta device.
 
-Each family is described by what its layer holds; `tests/test_model.py` compares every one with transformers.
+Each family is described by what its layer holds; `tests/ds_configs/models/test_model.py` compares every one with
+transformers.
 """
 
 from __future__ import annotations

@@ -6,11 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+from paths import TESTS
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def main(directory: Path) -> None:
     from safetensors.torch import save_file
+
+    sys.path.insert(0, str(TESTS / "trainers" / "distillation"))
     from test_distillation_clip import one_step
 
     trainer = one_step(directory, int(os.environ["WORLD_SIZE"]), **configure_cpu_ranks("ddp"))

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from gallery import read_configs
+from paths import ROOT
 from planning import MODELS
 from shardwright.cli.check import run_check
 from shardwright.cli.configs import entry_names, load_entry
 from shardwright.ds_configs.plan.files import render_files
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plans
 
-GALLERY_DIRECTORY = Path(__file__).parent.parent / "ds_configs" / "gallery"
+GALLERY_DIRECTORY = ROOT / "ds_configs" / "gallery"
 DEEPSPEED_FILES = sorted(GALLERY_DIRECTORY.glob("*/ds_config.json"))
 ACCELERATE_FILES = sorted(GALLERY_DIRECTORY.glob("*/accelerate.yaml"))
 

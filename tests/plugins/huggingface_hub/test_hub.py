@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import TESTS
 
 pytestmark = pytest.mark.slow
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_" + "NeverShowThisToken" * 2
-CONFIG = json.loads((Path(__file__).parent / "data/models/meta-llama--Llama-3.1-8B/config.json").read_text())
+CONFIG = json.loads((TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json").read_text())
 CONFIG |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 PARAMETERS = 128 * 64 * 2 + 64 + 2 * 64 + 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96

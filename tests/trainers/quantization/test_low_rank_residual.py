@@ -12,7 +12,7 @@ from shardwright.trainers.formats.hessians import weighted_error
 from shardwright.trainers.formats.low_rank_residual import LowRankOptions, low_rank_residual
 from shardwright.trainers.formats.spqr_format import load_spqr
 from shardwright.trainers.quantization.spqr import quantize_with_low_rank
-from test_spqr import correlated, logits, samples, small_model
+from small_spqr import correlated, logits, samples, small_model
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import TESTS
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan, read_hardware
 from shardwright.plugins.planning.models import load_model
 
-LLAMA = str(Path(__file__).parent / "data" / "models" / "meta-llama--Llama-3.1-8B")
+LLAMA = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
 KINDS: dict[str, Any] = {
     "object": dict,
     "array": list,

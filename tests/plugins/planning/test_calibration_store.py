@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from measuring import plan_on, run_of
+from paths import TESTS
 from shardwright.ds_configs.memory.calibration import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore, data_directory
@@ -160,7 +161,7 @@ def test_the_directory_is_the_users_unless_stated(monkeypatch: pytest.MonkeyPatc
 
 def test_planning_reads_the_users_runs_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
-    model = str(Path(__file__).parent / "data" / "models" / "meta-llama--Llama-3.1-8B")
+    model = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
     CalibrationStore().add(RUN)
     assert plan(model, "8xH100-80GB").chosen.memory.gpu.calibrated_runs == 1
     assert plan(model, "8xA100-80GB").chosen.memory.gpu.calibrated_runs == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import training_arguments
+from paths import TESTS
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation.clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
 from shardwright.trainers.losses.contrastive import feature_loss, interactive_loss, similarity_loss, task_loss
@@ -196,7 +197,7 @@ def test_two_ranks_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from warm_ranks import run_ranks
 
-    run_ranks([Path(__file__).parent / "distributed" / "clip_worker.py", tmp_path])
+    run_ranks([TESTS / "distributed" / "clip_worker.py", tmp_path])
     two = load_file(tmp_path / "weights.safetensors")
     trainer = one_step(tmp_path, ranks=1)
     start = {name: value.clone() for name, value in trainer.model.state_dict().items()}

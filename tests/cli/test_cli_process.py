@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import TESTS
 
 pytestmark = pytest.mark.slow
 
-MODELS = Path(__file__).parent / "data" / "models"
+MODELS = TESTS / "data" / "models"
 LLAMA = MODELS / "meta-llama--Llama-3.1-8B"
 COMMAND = str(Path(sys.executable).parent / "shardwright")
 GPU = ("--hardware", "8xA100-80GB")

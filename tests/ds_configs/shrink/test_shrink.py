@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import TESTS
 from shardwright.ds_configs.legality.candidate import Candidate
 from shardwright.ds_configs.legality.rules import RULES, legality_faults
 from shardwright.ds_configs.memory.buffers import default_zero_options
@@ -33,7 +34,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
-MODELS = sorted((Path(__file__).parent / "data" / "models").iterdir())
+MODELS = sorted((TESTS / "data" / "models").iterdir())
 HARDWARE = parse_hardware("2x16xA100-80GB", nvme="/nvme:1TB")
 DDP = Strategy(engine="ddp", dp_replicate=8)
 LENGTH = 4096

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import TESTS
 from planning import llama, public_model
 from shardwright.cli.main import run
 from shardwright.ds_configs.memory.distillation_memory import (
@@ -34,7 +35,7 @@ from shardwright.ds_configs.specs.strategy import Strategy
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
-MODELS = Path(__file__).parent / "data" / "models"
+MODELS = TESTS / "data" / "models"
 ZERO2 = Strategy(engine="deepspeed", zero_stage=2, dp_shard=8)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import TESTS
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_faults
 from shardwright.ds_configs.specs.errors import RefusedInputError
@@ -16,7 +17,7 @@ from shardwright.ds_configs.specs.model import ModelSpec, ParameterShape, lora_p
 from shardwright.plugins.planning.models import load_model
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
-MODELS = Path(__file__).parent / "data" / "models"
+MODELS = TESTS / "data" / "models"
 PUBLIC_COUNTS = {
     "meta-llama--Llama-3.2-1B": 1_235_814_400,
     "meta-llama--Llama-3.1-8B": 8_030_261_248,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_
 from compressed_tensors.utils.match import match_named_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 from shardwright.ds_configs.quantization.combinations import combination_faults
 from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
 from shardwright.ds_configs.quantization.layers import (
@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
 OWN = {"W2A16_ASYM", "W3A16_ASYM", "W8A16_ASYM", "W8A8_STATIC", "NF4", "BNB_INT8"}
-DOCUMENT = Path(__file__).parent.parent / "docs" / "quantization_schemes.md"
+DOCUMENT = ROOT / "docs" / "quantization_schemes.md"
 
 
 def small_llama() -> LlamaForCausalLM:

@@ -1,0 +1,8 @@
+"""Where the checkout and its tests lie, whatever folder a test is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
