@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TYPECHECK := build/typecheck
 # Modules stay whole, so that what their tests share is made once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 ROOM ?=
 
 .DEFAULT_GOAL := help
@@ -29,11 +29,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# DeepSpeed's CPU operators, compiled beside the environment once: torch's common directory would serve two in turn.
+$(VENV)/.operators: $(VENV)/.installed
+	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python tests/operators.py
+	touch $@
+
 demo: install
 	$(BIN)/shardwright demo --force
 
 # make test ROOM=distillation runs the tests with that word in their path or name.
-test: install
+test: $(VENV)/.operators
 	$(PYTEST) $(if $(ROOM),-k "$(ROOM)")
 
 test-fast: install

@@ -18,6 +18,8 @@ import host
 import session
 import warm_ranks
 
+SHARED = dict.fromkeys(("test_qat_quality.py", "test_quantize_quality.py"), "small-llama")
+"""Groups of files that wait for each other's fixtures otherwise."""
 _SESSION = pytest.StashKey[session.Session]()
 
 
@@ -31,6 +33,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave the machine as it was, however the session ended."""
     if _SESSION in config.stash:
         config.stash[_SESSION].close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep each file on one worker, and files that share a model which takes long to train."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(SHARED.get(item.path.name, str(item.path))))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

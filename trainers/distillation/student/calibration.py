@@ -36,9 +36,8 @@ def teacher_with_batches(
     loader = getattr(transformers, architecture)
     model = loader.from_pretrained(str(directory), trust_remote_code=False, dtype="auto").to(device).eval()
     config = model.config
-    source = StartingModel(model=str(directory))
     positions = getattr(config, "max_position_embeddings", None) or LONGEST_SAMPLE_TOKENS
-    tokenizer = load_tokenizer(source, config.vocab_size)
+    tokenizer = load_tokenizer(StartingModel(model=str(directory)), config.vocab_size)
     samples = pack(_documents(text), tokenizer, min(LONGEST_SAMPLE_TOKENS, positions))
     spread = samples[:: -(-len(samples) // MOST_SAMPLES)]
     rows_NT = torch.stack([sample["input_ids"] for sample in spread]).to(device)
