@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from small_models import llama
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests are collected with importlib, which puts no test directory on the path.
@@ -87,18 +88,6 @@ def deepspeed_cpu_ops() -> None:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a Llama with 2 layers, hidden size 64, grouped-query attention and random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
     directory = tmp_path_factory.mktemp("tiny-llama")
-    set_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=128,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    llama().save_pretrained(directory)
     return directory

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from session import warm_command
 from shardwright.cli.main import run
+from small_models import llama
 
 pytestmark = pytest.mark.slow
 
@@ -25,20 +26,11 @@ def model(tmp_path_factory) -> Path:
     """Return a Llama with 3 layers in bf16, random weights and a byte tokenizer."""
     import torch
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     directory = tmp_path_factory.mktemp("models") / "small"
-    set_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=384,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    llama(hidden_size=128, num_hidden_layers=3, vocab_size=384, max_position_embeddings=64).to(
+        torch.bfloat16
+    ).save_pretrained(directory)
     byte_tokenizer(384).save_pretrained(directory)
     return directory
 

@@ -9,6 +9,7 @@ from typing import Any
 from cases import deepspeed_configuration
 from shardwright.trainers.distillation.config import DistillationConfig, OnPolicy
 from shardwright.trainers.distillation.feature_matching import AttentionTerm, HiddenStateTerm
+from small_models import llama
 
 SAMPLES = 12
 VOCAB = 512
@@ -138,22 +139,16 @@ def models(directory: Path) -> tuple[Path, Path]:
 
 def save_models(directory: Path) -> None:
     """Make a student and a teacher of another width and depth, whose head is wider than the vocabulary."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
     sizes = ((64, 2, VOCAB, 1), (96, 3, VOCAB + 24, 2))
     for path, (hidden, layers, vocab, seed) in zip(models(directory), sizes, strict=True):
-        set_seed(seed)
-        config = LlamaConfig(
+        llama(
+            seed=seed,
             hidden_size=hidden,
-            intermediate_size=2 * hidden,
             num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             vocab_size=vocab,
             max_position_embeddings=256,
             initializer_range=0.1,
-        )
-        LlamaForCausalLM(config).save_pretrained(path)
+        ).save_pretrained(path)
 
 
 def distillation(layout: Layout) -> DistillationConfig:

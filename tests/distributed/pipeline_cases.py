@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_models import llama
 
 STEPS = 5
 VOCAB_SIZE = 96
@@ -83,25 +84,22 @@ class Case:
 
 def untrained_model(family: str) -> Any:
     """Return a small model with the same weights in every process."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
+    from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
     set_seed(3)
     if family == "gpt2":
         sizes = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
         no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, **sizes, **no_dropout))
-    config = LlamaConfig(
+    return llama(
+        seed=3,
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=4 if family == "llama-4" else LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=64,
         initializer_range=0.2,
         tie_word_embeddings=family == "llama-tied",
     )
-    return LlamaForCausalLM(config)
 
 
 def samples(count: int, *, ragged: bool, seed: int = 0) -> list[dict[str, list[int]]]:

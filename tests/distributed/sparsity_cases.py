@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import deepspeed_configuration
+from small_models import llama
 
 STEPS = 6
 SAVED_AT = 3
@@ -99,20 +100,7 @@ EVERY = (*EXACT, *MOMENTUM, *HALF)
 
 def model() -> Any:
     """Return a small Llama whose MLP has an odd width, so that ranks hold different numbers of rows."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    set_seed(1)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=67,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
-    return LlamaForCausalLM(config)
+    return llama(seed=1, vocab_size=128, max_position_embeddings=64, initializer_range=0.1, intermediate_size=67)
 
 
 def samples() -> list[dict[str, Any]]:

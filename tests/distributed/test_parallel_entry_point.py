@@ -10,6 +10,7 @@ import pytest
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
+from small_models import mixtral
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -26,21 +27,9 @@ AXES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tiny_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 
     directory = tmp_path_factory.mktemp("tiny-mixtral")
-    set_seed(0)
-    config = MixtralConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        vocab_size=512,
-        max_position_embeddings=128,
-    )
-    MixtralForCausalLM(config).save_pretrained(directory)
+    mixtral(intermediate_size=64).save_pretrained(directory)
     return directory
 
 

@@ -16,6 +16,7 @@ from shardwright.plugins.compressed_tensors.codes import dequantize, unpack_tens
 from shardwright.plugins.compressed_tensors.layout import layout_faults
 from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from small_models import llama
 
 pytestmark = pytest.mark.slow
 
@@ -24,20 +25,9 @@ QUICK = {"iters": 2}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     directory = tmp_path_factory.mktemp("models") / "small"
-    set_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=384,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    llama(vocab_size=384, max_position_embeddings=64).to(torch.bfloat16).save_pretrained(directory)
     byte_tokenizer(384).save_pretrained(directory)
     return open_source(str(directory))
 

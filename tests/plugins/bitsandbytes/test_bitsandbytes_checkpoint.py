@@ -11,26 +11,16 @@ from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.bitsandbytes.checkpoint import quantize_with_bitsandbytes
 from shardwright.plugins.llm_compressor.loading import open_source
+from small_models import llama
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     directory = tmp_path_factory.mktemp("models") / "small"
-    set_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=384,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    llama(hidden_size=128, vocab_size=384, max_position_embeddings=64).to(torch.bfloat16).save_pretrained(directory)
     return open_source(str(directory))
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+from small_models import llama
 
 LAYER = "model.layers.0.self_attn.q_proj"
 WIDTH, GROUP = 32, 16
@@ -19,20 +20,10 @@ LOW_WORD, HIGH_WORD = 0x76543210, 0xFEDCBA98 - (1 << 32)
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """Return the directory of a Llama with one layer of width 32."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
     directory = tmp_path_factory.mktemp("source")
-    set_seed(0)
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=32,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    llama(hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, max_position_embeddings=32).to(
+        torch.bfloat16
+    ).save_pretrained(directory)
     return directory
 
 

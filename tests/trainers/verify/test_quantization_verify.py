@@ -19,6 +19,7 @@ from shardwright.trainers.verify.checkpoint import (
     reference_logits,
     verify_checkpoint,
 )
+from small_models import llama
 
 pytestmark = pytest.mark.slow
 
@@ -29,20 +30,10 @@ TOKENS = [[5, 9, 300, 7, 1], [1, 2, 3]]
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Return a checkpoint of a two-layer Llama, its quantized layers, and what it answers in memory."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
     place = tmp_path_factory.mktemp("written")
-    set_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=384,
-        max_position_embeddings=64,
+    llama(hidden_size=128, vocab_size=384, max_position_embeddings=64).to(torch.bfloat16).save_pretrained(
+        place / "source"
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "source")
     source = open_source(str(place / "source"))
     model = load_for_quantization(source, device="cpu")
     request = EngineRequest(model=model, tokenizer=None, scheme=SCHEME, method="rtn")

@@ -19,6 +19,7 @@ from shardwright.trainers.qat.rounding.config import QATConfig
 from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
 from shardwright.trainers.qat.rounding.layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
 from shardwright.trainers.qat.rounding.rounding import round_weight
+from small_models import llama
 
 
 def quantizer(scheme: QuantizationScheme, state: QuantizationState, **changes: Any) -> LayerQuantizer:
@@ -51,20 +52,8 @@ def two_layers(**where: Any) -> torch.nn.Sequential:
 
 
 def small_model(*, layers: int = 2) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-    set_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        max_position_embeddings=64,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    return llama(num_hidden_layers=layers, vocab_size=128, max_position_embeddings=64, attn_implementation="sdpa")
 
 
 IDS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(0))

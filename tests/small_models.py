@@ -1,0 +1,36 @@
+"""Small models with random weights, the same in every process that asks for the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
+"""Two layers with grouped-query attention; MLPs are twice as wide as what they read, unless a test says otherwise."""
+
+
+def llama(*, seed: int = 0, **changes: Any) -> Any:
+    """Return a Llama of `SIZES`, with keys of its configuration changed."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**_sizes(changes)))
+
+
+def mixtral(*, seed: int = 0, **changes: Any) -> Any:
+    """Return a mixture of four experts of `SIZES`, with keys of its configuration changed."""
+    from transformers import MixtralConfig, MixtralForCausalLM, set_seed
+
+    set_seed(seed)
+    return MixtralForCausalLM(MixtralConfig(**_sizes({"num_local_experts": 4} | changes)))
+
+
+def _sizes(changes: dict[str, Any]) -> dict[str, Any]:
+    sizes = SIZES | changes
+    return {"intermediate_size": 2 * sizes["hidden_size"]} | sizes
