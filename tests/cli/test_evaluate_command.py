@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from shardwright.ds_configs.specs.errors import ShardwrightError
+from shardwright.plugins.lm_eval import tasks as harness
 from shardwright.plugins.lm_eval.tasks import TaskRequest, run_tasks, task_faults
-from shardwright.plugins.lm_eval.tasks import tasks as harness
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.evaluation.report import FILE_NAMES, verdict
 from transformers import LlamaForCausalLM

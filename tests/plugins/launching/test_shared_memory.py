@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run, shared_memory
+from shardwright.plugins.launching import shared_memory
+from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run
 from shardwright.plugins.launching.shared_memory import ABANDONED_SECONDS, remove_abandoned_buffers, remove_buffers
 from warm_ranks import run_ranks
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.legality.context import context_parallel_faults
 from shardwright.ds_configs.legality.sequence import sample_faults, sequence_parallel_faults
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.accelerate.cpu_ranks import ring_attention_cpu
+from shardwright.plugins.accelerate import ring_attention_cpu
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from shardwright.plugins.deepspeed.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
 from shardwright.trainers.parallel.context.callback import (

@@ -310,7 +310,7 @@ def job_of(settings: QATSettings) -> QATJob:
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], teacher: tuple[str, str | None]
 ) -> None:
-    from shardwright.plugins.transformers.training_arguments import teacher_placement
+    from shardwright.plugins.transformers import teacher_placement
 
     job = job_of(QATSettings(**settings))
     job = QATJob.model_validate_json(job.model_dump_json())

@@ -14,9 +14,9 @@ from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_
 from shardwright.plugins.deepspeed.gathering import gathered_parameters
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.export.checkpoint import checkpoint as export_module
+from shardwright.trainers.qat.export import checkpoint as export_module
+from shardwright.trainers.qat.export import files as export_files
 from shardwright.trainers.qat.export.checkpoint import export
-from shardwright.trainers.qat.export.checkpoint import files as export_files
 from shardwright.trainers.qat.rounding.attach import attachment_of
 from shardwright.trainers.verify import checkpoint as verify
 from shardwright.trainers.verify import reload_worker
