@@ -1,1 +1,1 @@
-"""First floor: thin adapters, one module or folder for each upstream library."""
+"""First floor: thin adapters, one folder for each upstream library."""
