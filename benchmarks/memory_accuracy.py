@@ -21,7 +21,7 @@ from metered_launch import measure_cases
 from shardwright.ds_configs.memory.cpu_memory import CpuMemory, estimate_cpu_memory
 
 MEASURED = Path(__file__).with_name("memory_accuracy.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "memory_accuracy.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "memory.md"
 TARGET_MEAN, TARGET_WORST = 0.03, 0.08
 
 

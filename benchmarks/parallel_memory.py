@@ -20,7 +20,7 @@ from parallel_memory_cases import LAYOUTS, Case, grid
 from shardwright.ds_configs.memory.cpu_memory import cpu_share_terms
 
 MEASURED = Path(__file__).with_name("parallel_memory.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "parallel_memory.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "parallel_memory.md"
 TARGET_MEAN = 0.05
 
 

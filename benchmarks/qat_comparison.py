@@ -2,7 +2,7 @@
 
 The model is the small Llama of `tests/small_llama.py`, trained further on its own text: 500 steps of every way, on one
 core half an hour for three seeds. `--work-dir` keeps the model and what each seed gave, so that an interrupted run goes
-on. With `--write` the figures, the table in docs/qat_comparison.md and its picture are replaced.
+on. With `--write` the figures, the table in docs/measurements/qat.md and its picture are replaced.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qat_ways_report import comparison_table, draw_comparison, verdicts
 
 ROOT = Path(__file__).parents[1]
 MEASURED = Path(__file__).with_name("qat_comparison.json")
-DOCUMENT = ROOT / "docs" / "qat_comparison.md"
-PICTURE = ROOT / "docs" / "qat_comparison.png"
+DOCUMENT = ROOT / "docs" / "measurements" / "qat.md"
+PICTURE = ROOT / "docs" / "measurements" / "qat.png"
 SCHEME, STEPS, LEARNING_RATE, SEEDS, BATCH_SIZE = "W2A16", 500, 1e-3, (0, 1, 2), 4
 STORED_DTYPE = "bfloat16"
 EXPORT_ALLOWED = 1e-3

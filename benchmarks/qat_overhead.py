@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 MEASURED = Path(__file__).with_name("qat_overhead.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "qat_comparison.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "qat.md"
 WAYS = ("plain", "Shardwright", "torchao")
 PRECISIONS = ("fp32", "bf16")
 TURNS, STEPS, TIME_ALLOWED, BYTES_ALLOWED = 3, 4, 1.3, 1.05

@@ -1,7 +1,7 @@
 """Held-out perplexity of a small Llama by method and scheme: `python benchmarks/quantization_quality.py [--write]`.
 
 The model is the one that `tests/small_llama.py` trains, on one CPU core in a minute; the rest takes two more. With
-`--write` the figures, the tables in docs/quantization_quality.md and its picture are replaced.
+`--write` the figures, the tables in docs/measurements/quantization.md and its picture are replaced.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_wi
 
 ROOT = Path(__file__).parents[1]
 MEASURED = Path(__file__).with_name("quantization_quality.json")
-DOCUMENT = ROOT / "docs" / "quantization_quality.md"
-PICTURE = ROOT / "docs" / "quantization_quality.png"
+DOCUMENT = ROOT / "docs" / "measurements" / "quantization.md"
+PICTURE = ROOT / "docs" / "measurements" / "quantization.png"
 CALIBRATION_ROWS = 64
 OUTLIER_CHANNELS, OUTLIER_FACTOR = range(0, 256, 16), 50.0
 RANGES = ("minmax", "percentile", "l2", "kl")

@@ -42,7 +42,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_distillation_examples_run_with_few_steps(name, monkeypatch, capsys):
-    """What they teach takes half a minute each and is shown in docs/distillation.md; here they run to their end."""
+    """What they teach takes half a minute each and is shown in docs/guides/distill.md; here they run to their end."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

@@ -155,7 +155,7 @@ def estimate_activations(
 ) -> ActivationEstimate:
     """Returns the activation bytes of one micro-batch on one rank, from traced coefficients.
 
-    `bytes = sum(coefficient * feature)` with `feature_values`; `docs/activations.md` says how the coefficients were
+    `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` says how the coefficients were
     measured. `family` is the `model_type` of `config.json`; `mode` "bf16" also stands for fp16. `attention` is "fused"
     when no mask reaches attention, "masked" with padding, with packed sequences told by position numbers, or with a
     sliding window shorter than the sequence. `chunked_loss` evaluates head and loss at `chunked_loss_tokens` tokens at

@@ -49,7 +49,7 @@ RESERVED_OVER_ALLOCATED = Interval(low=1.007, middle=1.038, high=1.093)
 
 ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
 """Tensor bytes over their prediction: the largest errors of the grid of metered runs, rounded outwards
-(docs/memory_accuracy.md)."""
+(docs/measurements/memory.md)."""
 
 RESERVED_OVER_PREDICTED = (
     RESERVED_OVER_ALLOCATED.low * ALLOCATED_OVER_PREDICTED.low,

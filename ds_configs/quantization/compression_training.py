@@ -16,7 +16,7 @@ from .compression_reading import Difference, Replacement, count_of, groups_of, i
 
 REMOVED_BLOCKS = ("compression_training", "quantize_training")
 """Top-level keys that this module replaces."""
-GUIDE = "docs/migrate_compression_training.md"
+GUIDE = "docs/guides/migrate_compression_training.md"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

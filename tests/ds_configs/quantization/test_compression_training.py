@@ -249,7 +249,7 @@ def test_the_check_prints_what_to_run() -> None:
     findings = [each for each in check_text(text, filename="old.json") if "compression_training" in each.fault.where]
     assert len(findings) == 1 and findings[0].kind == "error" and ":3 " in findings[0].fault.where
     assert "use shardwright qat MODEL --scheme W8A16" in findings[0].fault.fix
-    assert "docs/migrate_compression_training.md" in findings[0].fault.fix
+    assert "docs/guides/migrate_compression_training.md" in findings[0].fault.fix
     empty = check_text('{"compression_training": {"weight_quantization": {}}}', filename="old.json")
     assert any(each.fault.fix == "remove it: nothing in it is enabled" for each in empty)
     moq = check_text('{"quantize_training": {"enabled": true}}', filename="old.json")

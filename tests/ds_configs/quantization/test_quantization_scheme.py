@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
 OWN = {"W2A16_ASYM", "W3A16_ASYM", "W8A16_ASYM", "W8A8_STATIC", "NF4", "BNB_INT8"}
-DOCUMENT = ROOT / "docs" / "quantization_schemes.md"
+DOCUMENT = ROOT / "docs" / "explain" / "quantization.md"
 
 
 def small_llama() -> LlamaForCausalLM:

@@ -1,6 +1,6 @@
 """What quantization-aware training gains over quantizing afterwards, on a small Llama that was trained on real text.
 
-The full comparison is in docs/qat_comparison.md; here it is short. Margins were set after this was measured, wide of
+The full comparison is in docs/measurements/qat.md; here it is short. Margins were set after this was measured, wide of
 what was found.
 """
 

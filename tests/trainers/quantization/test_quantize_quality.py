@@ -2,7 +2,7 @@
 
 Two models are compared row by row on held-out text, so the spread of the text itself cancels. A difference counts as
 clear when it is more than three of its standard errors. Margins were set after this model was measured, wide of what
-was found (docs/quantization_quality.md): they guard the order of methods.
+was found (docs/measurements/quantization.md): they guard the order of methods.
 """
 
 from __future__ import annotations
