@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.deepspeed import deepspeed_config
-from shardwright.ds_configs.plan.plan_data import PlanData
+from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
 from shardwright.ds_configs.search.choice import Evaluated
 from shardwright.ds_configs.specs.hardware import HardwareSpec
@@ -25,14 +25,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, default_data
 STEPS = WARM_UP_STEPS + 1
 
 
-def plan_of(strategy: Strategy, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> PlanData:
+def plan_of(strategy: Strategy, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Plan:
     """Return the plan of a strategy that no search chose."""
     memory = estimate_memory(strategy, spec, hardware, job)
     chosen = Evaluated(strategy=strategy, memory=memory, reason="")
-    return PlanData(model=spec, hardware=hardware, job=job, chosen=chosen, rejected=())
+    return Plan(model=spec, hardware=hardware, job=job, chosen=chosen, rejected=())
 
 
-def train_metered(plan: PlanData, config: dict[str, Any], meter: Meter) -> MeterReading:
+def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterReading:
     """Train random weights of a model configuration, and return what lived on this rank in the last step."""
     strategy, job = plan.chosen.strategy, plan.job
     deepspeed = strategy.engine == "deepspeed"
@@ -54,7 +54,7 @@ def train_metered(plan: PlanData, config: dict[str, Any], meter: Meter) -> Meter
     return reading
 
 
-def _settings(plan: PlanData) -> dict[str, Any]:
+def _settings(plan: Plan) -> dict[str, Any]:
     strategy = plan.chosen.strategy
     settings = planned_arguments(plan) | {
         "output_dir": tempfile.gettempdir(),
@@ -77,7 +77,7 @@ def _settings(plan: PlanData) -> dict[str, Any]:
     return settings
 
 
-def _samples(plan: PlanData) -> list[dict[str, torch.Tensor]]:
+def _samples(plan: Plan) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
     tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)

@@ -15,7 +15,7 @@ from metered_training import STEPS, plan_of
 from parallel_memory_cases import Case
 from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
 from shardwright.ds_configs.plan.deepspeed import deepspeed_config
-from shardwright.ds_configs.plan.plan_data import PlanData
+from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
@@ -68,7 +68,7 @@ def measure(case: Case) -> MeterReading:
         return meter.reading()
 
 
-def _trainer(case: Case, plan: PlanData, arguments: TrainingArguments, model: Any) -> Trainer:
+def _trainer(case: Case, plan: Plan, arguments: TrainingArguments, model: Any) -> Trainer:
     inputs = {"train_dataset": _samples(plan), "data_collator": default_data_collator}
     if case.axis == "pp":
         from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
@@ -100,7 +100,7 @@ def _callback(axis: str) -> Any:
     return SequenceParallelCallback(2)
 
 
-def _samples(plan: PlanData) -> list[dict[str, torch.Tensor]]:
+def _samples(plan: Plan) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
     tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)

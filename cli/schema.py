@@ -39,7 +39,7 @@ def _hardware_schema() -> dict[str, Any]:
 
 def _plan_schema() -> dict[str, Any]:
     """Return the schema of `plan.json`, whose parts nest differently from the dataclasses (`plan_to_dict`)."""
-    schema = _schema_of("PlanData")
+    schema = _schema_of("Plan")
     parts = schema["$defs"]
     memory = parts["MemoryEstimate"]["properties"]
     job = parts["TrainingJob"]["properties"]
@@ -96,8 +96,8 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 def _schema_of(name: str) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
-    from ..ds_configs.plan.plan_data import PlanData
+    from ..ds_configs.plan.plan import Plan
     from ..ds_configs.specs.hardware import HardwareSpec
 
-    adapter: TypeAdapter[Any] = TypeAdapter({"HardwareSpec": HardwareSpec, "PlanData": PlanData}[name])
+    adapter: TypeAdapter[Any] = TypeAdapter({"HardwareSpec": HardwareSpec, "Plan": Plan}[name])
     return adapter.json_schema()

@@ -15,7 +15,7 @@ from rich.text import Text
 from ..ds_configs.check import Finding
 from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.launch import launch_arguments
-from ..ds_configs.plan.plan_data import PlanData
+from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.teacher_placement import TeacherChoice
 from ..ds_configs.specs.units import gigabytes, human_count
@@ -29,7 +29,7 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def show_plan(plan: PlanData, directory: Path | None) -> None:
+def show_plan(plan: Plan, directory: Path | None) -> None:
     """Print a plan: model, choice, memory bar, terms, rejected layouts, files and launch line."""
     out = console()
     model, hardware, chosen = plan.model, plan.hardware, plan.chosen
@@ -62,7 +62,7 @@ def show_plan(plan: PlanData, directory: Path | None) -> None:
     Console(soft_wrap=True, highlight=False).print("  " + shlex.join(line), markup=False)
 
 
-def _host_line(plan: PlanData) -> str:
+def _host_line(plan: Plan) -> str:
     host = plan.chosen.memory.host
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
     line = f"Host memory {used} of {capacity} GB on each node"
@@ -121,7 +121,7 @@ def teacher_table(teacher: TeacherChoice) -> Table:
     return table
 
 
-def _rejected_table(plan: PlanData) -> Table:
+def _rejected_table(plan: Plan) -> Table:
     table = Table(title="Other layouts", title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", no_wrap=False, max_width=34)
     table.add_column("micro-batch", justify="right")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .plan_data import PlanData
+from .plan import Plan
 
 
-def accelerate_config(plan: PlanData, *, directory: str = ".") -> dict[str, Any]:
+def accelerate_config(plan: Plan, *, directory: str = ".") -> dict[str, Any]:
     """Return the Accelerate configuration of a plan.
 
     `num_processes` counts the processes of all machines. With a DeepSpeed file neither `mixed_precision` nor any
@@ -52,7 +52,7 @@ def accelerate_config(plan: PlanData, *, directory: str = ".") -> dict[str, Any]
     return config
 
 
-def _sequence_section(plan: PlanData) -> dict[str, Any]:
+def _sequence_section(plan: Plan) -> dict[str, Any]:
     """Sequence parallelism over DeepSpeed.
 
     `dp_shard_size` counts the groups that share a sequence, from which Accelerate computes the batch; the attention
@@ -68,7 +68,7 @@ def _sequence_section(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def _distributed_type(plan: PlanData) -> str:
+def _distributed_type(plan: Plan) -> str:
     engine = plan.chosen.strategy.engine
     if engine == "ddp" and plan.hardware.gpu == "CPU":
         return "MULTI_CPU"
@@ -77,7 +77,7 @@ def _distributed_type(plan: PlanData) -> str:
     return {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}[engine]
 
 
-def _fsdp_section(plan: PlanData) -> dict[str, Any]:
+def _fsdp_section(plan: Plan) -> dict[str, Any]:
     """FSDP2 keys; checkpointing stays with the Trainer, which refuses both switches at once (trainer.py:847)."""
     return {
         "fsdp_version": 2,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..specs.strategy import OffloadDevice, Strategy, ZeroOptions
-from .plan_data import PlanData
+from .plan import Plan
 
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 
-def deepspeed_config(plan: PlanData) -> dict[str, Any]:
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a plan; integers stay integers, and no key is without effect."""
     strategy, job = plan.chosen.strategy, plan.job
     config: dict[str, Any] = {
@@ -48,7 +48,7 @@ def deepspeed_config(plan: PlanData) -> dict[str, Any]:
     return config
 
 
-def _zero_section(strategy: Strategy, plan: PlanData) -> dict[str, Any]:
+def _zero_section(strategy: Strategy, plan: Plan) -> dict[str, Any]:
     zero = strategy.zero
     section: dict[str, Any] = {"stage": strategy.zero_stage}
     if strategy.tp > 1 and strategy.pp == 1:
@@ -95,7 +95,7 @@ def _stage3_keys(zero: ZeroOptions) -> dict[str, Any]:
     return keys
 
 
-def _offload_section(device: OffloadDevice, plan: PlanData, **nvme_buffers: int) -> dict[str, Any]:
+def _offload_section(device: OffloadDevice, plan: Plan, **nvme_buffers: int) -> dict[str, Any]:
     section: dict[str, Any] = {"device": device, "pin_memory": True}
     if device == "nvme":
         section |= {"nvme_path": plan.hardware.nvme_path, **nvme_buffers}

@@ -12,7 +12,7 @@ from ..specs.units import gigabytes
 from .accelerate import accelerate_config
 from .deepspeed import deepspeed_config
 from .launch import hostfile, launch_script, run_line, slurm_script
-from .plan_data import PlanData, headline
+from .plan import Plan
 from .plan_json import plan_to_dict
 from .training_arguments import training_arguments
 
@@ -26,7 +26,7 @@ _CARRIERS = {
 """Who carries each axis."""
 
 
-def render_files(plan: PlanData, *, directory: str = ".") -> dict[str, str]:
+def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     """Return the text of every file of a plan, by name; the same input gives the same bytes.
 
     `directory` is where the files will lie: Accelerate resolves the path of the DeepSpeed file against the working
@@ -49,23 +49,23 @@ def render_files(plan: PlanData, *, directory: str = ".") -> dict[str, str]:
     return texts
 
 
-def header_lines(plan: PlanData, directory: str) -> list[str]:
+def header_lines(plan: Plan, directory: str) -> list[str]:
     """Return what each file says of itself: purpose, command, assumptions."""
-    hardware, gpu = plan.hardware, plan.chosen.memory.gpu
+    hardware, gpu, strategy = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
     lines = [
-        headline(plan),
+        f"{plan.model.name} on {hardware.name}: {strategy.label}, micro-batch {strategy.micro_batch_size} x "
+        f"{strategy.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
         plan.chosen.reason,
         f"Run: {run_line(plan, directory=directory)}",
         f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}, sequences of "
         f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable on each "
         f"accelerator.",
     ]
-    axes = plan.chosen.strategy.axes
+    axes = strategy.axes
     carriers = _CARRIERS | ({"tp": "the stages of the pipeline divide their layers by it."} if "pp" in axes else {})
     lines += [f"{axis.upper()} {size}: {carriers[axis]}" for axis, size in axes.items()]
     if "pp" in axes:
-        micro_batches = plan.chosen.strategy.gradient_accumulation_steps
-        lines += pipeline_remarks(stages=axes["pp"], micro_batches=micro_batches)
+        lines += pipeline_remarks(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
     if plan.job.loss == "chunked":
         lines.append("Needs the package liger-kernel, whose fused head and loss the training arguments switch on.")
     if plan.job.teacher is not None:
@@ -76,7 +76,7 @@ def header_lines(plan: PlanData, directory: str) -> list[str]:
     return lines
 
 
-def _teacher_lines(plan: PlanData) -> list[str]:
+def _teacher_lines(plan: Plan) -> list[str]:
     assert plan.job.teacher is not None, "a plan without a teacher says nothing of one"
     lines = [
         f"Memory holds the teacher {plan.job.teacher.name}; the launch line trains the student alone, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from .plan_data import PlanData
+from .plan import Plan
 
 TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
 
@@ -12,7 +12,7 @@ _SCRIPT_DIRECTORY = "\0"
 """Stands for the script's own directory while its words are quoted; no path holds a null byte."""
 
 
-def launch_arguments(plan: PlanData, *, directory: str = ".") -> list[str]:
+def launch_arguments(plan: Plan, *, directory: str = ".") -> list[str]:
     """Return the exact command that starts training on one node, run from anywhere.
 
     Accelerate starts a single process for MULTI_CPU, so plain data parallelism over CPU ranks uses torchrun.
@@ -23,7 +23,7 @@ def launch_arguments(plan: PlanData, *, directory: str = ".") -> list[str]:
     return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
 
 
-def run_line(plan: PlanData, *, directory: str = ".") -> str:
+def run_line(plan: Plan, *, directory: str = ".") -> str:
     """Return what to type, quoted for a shell: the launch itself, or on several nodes the script for each."""
     if plan.hardware.nodes == 1:
         return shlex.join(launch_arguments(plan, directory=directory))
@@ -32,7 +32,7 @@ def run_line(plan: PlanData, *, directory: str = ".") -> str:
     return f"{script} MACHINE_RANK MAIN_PROCESS_IP on each node, or sbatch {batch}"
 
 
-def _training_module_arguments(plan: PlanData, directory: str) -> list[str]:
+def _training_module_arguments(plan: Plan, directory: str) -> list[str]:
     arguments = [
         TRAINING_MODULE,
         "--model",
@@ -54,7 +54,7 @@ def _training_module_arguments(plan: PlanData, directory: str) -> list[str]:
     return arguments
 
 
-def launch_script(plan: PlanData, header: str) -> str:
+def launch_script(plan: Plan, header: str) -> str:
     """Return `launch.sh`: the launch line, with the user's arguments appended."""
     words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY)
     line = " ".join(_quoted(word) for word in words)
@@ -78,7 +78,7 @@ def _quoted(word: str) -> str:
     return '"$directory"' + (shlex.quote(below) if below else "")
 
 
-def slurm_script(plan: PlanData, header: str, *, directory: str = ".") -> str:
+def slurm_script(plan: Plan, header: str, *, directory: str = ".") -> str:
     """Return `launch.sbatch`: one `accelerate launch` per node, its rank taken from SLURM.
 
     SLURM runs a copy of the script, so the plan's directory is written down; `.` means where `sbatch` is called.
@@ -100,7 +100,7 @@ def slurm_script(plan: PlanData, header: str, *, directory: str = ".") -> str:
     )
 
 
-def hostfile(plan: PlanData) -> str:
+def hostfile(plan: Plan) -> str:
     """Return the hostfile of DeepSpeed's own multi-node launchers, with placeholder names."""
     lines = [f"node-{index} slots={plan.hardware.gpus_per_node}" for index in range(plan.hardware.nodes)]
     return "\n".join(lines) + "\n"

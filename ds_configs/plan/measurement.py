@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ..memory.calibration import MeasuredRun, check_ratio
 from ..specs.errors import Fault, RefusedInputError, UsageError
 from ..specs.units import gigabytes
-from .plan_data import PlanData
+from .plan import Plan
 from .plan_json import job_dict, strategy_dict
 
 FILE_NAME = "plan_measurement.json"
@@ -151,7 +151,7 @@ class RunMeasurement:
         return max(medians, default=None)
 
 
-def planned_run(plan: PlanData) -> PlannedRun:
+def planned_run(plan: Plan) -> PlannedRun:
     """Return the facts of a plan that its measurement repeats."""
     strategy = strategy_dict(plan.chosen.strategy)
     layout = strategy.pop("label")
@@ -173,7 +173,7 @@ def planned_run(plan: PlanData) -> PlannedRun:
     )
 
 
-def predicted_memory(plan: PlanData) -> PredictedMemory:
+def predicted_memory(plan: Plan) -> PredictedMemory:
     """Return what a plan predicts for its fullest accelerator."""
     gpu = plan.chosen.memory.gpu
     return PredictedMemory(

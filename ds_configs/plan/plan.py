@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,45 @@ from ..specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
-from .files import render_files
-from .plan_data import PlanData
-from .plan_json import plan_from_dict, plan_to_dict
 from .write import write_files
 
 _LARGEST_PLAN_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan(PlanData):
-    """A plan that can be written to a directory and loaded from one."""
+class Plan:
+    """A model, the hardware, the job, and the strategy chosen for them; lies in a directory as the files that run it.
+
+    What renders and reads files imports `Plan`, so that the methods import it when they are called.
+    """
+
+    model: ModelSpec
+    """The model to train."""
+    hardware: HardwareSpec
+    """The cluster to train on."""
+    job: TrainingJob
+    """What the user fixed and left open."""
+    chosen: Evaluated
+    """The strategy that runs, with its memory and reason."""
+    rejected: tuple[Evaluated, ...]
+    """The other layouts with theirs, most preferred first."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Library versions that the plan was made with, by name."""
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of the files that the plan consists of."""
+        names = ["accelerate.yaml", "launch.sh", "plan.json", "training_arguments.json"]
+        if self.chosen.strategy.engine == "deepspeed":
+            names.append("ds_config.json")
+        if self.hardware.nodes > 1:
+            names += ["hostfile", "launch.sbatch"]
+        return tuple(sorted(names))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as the JSON values of `plan.json`."""
+        from .plan_json import plan_to_dict
+
         return plan_to_dict(self)
 
     def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
@@ -38,6 +63,8 @@ class Plan(PlanData):
             UsageError: the directory is not empty and `force` is false.
             ShardwrightError: the system refuses to write.
         """
+        from .files import render_files
+
         target = Path(directory)
         return write_files(render_files(self, directory=str(target.absolute())), target, force=force)
 
@@ -49,6 +76,8 @@ class Plan(PlanData):
             UsageError: there is no `plan.json`.
             RefusedInputError: it is not one that this version wrote.
         """
+        from .plan_json import plan_from_dict
+
         path = Path(directory)
         file = path / "plan.json" if path.is_dir() else path
         if not file.is_file():
@@ -59,11 +88,7 @@ class Plan(PlanData):
             data = json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
             raise RefusedInputError(Fault(where=str(file), rule=f"is not valid JSON ({error})")) from None
-        return cls._from_data(plan_from_dict(data, source=str(file)))
-
-    @classmethod
-    def _from_data(cls, data: PlanData) -> Plan:
-        return cls(**{field.name: getattr(data, field.name) for field in fields(PlanData)})
+        return plan_from_dict(data, source=str(file))
 
 
 class PlanDoesNotFitError(DoesNotFitError):

@@ -13,13 +13,13 @@ from ..specs.errors import Fault, RefusedInputError
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
-from .plan_data import PlanData
+from .plan import Plan
 
 SCHEMA_VERSION = 1
 """Version of `plan.json` and of `plan --format json`."""
 
 
-def plan_to_dict(plan: PlanData) -> dict[str, Any]:
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values; `plan_from_dict` gives it back."""
     strategy = plan.chosen.strategy
     return {
@@ -86,7 +86,7 @@ def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
     }
 
 
-def plan_from_dict(data: object, *, source: str) -> PlanData:
+def plan_from_dict(data: object, *, source: str) -> Plan:
     """Return the plan that `plan_to_dict` wrote.
 
     Raises:
@@ -106,7 +106,7 @@ def plan_from_dict(data: object, *, source: str) -> PlanData:
             )
         )
     try:
-        plan: PlanData = TypeAdapter(PlanData).validate_python(_plan_values(data))
+        plan: Plan = TypeAdapter(Plan).validate_python(_plan_values(data))
         return plan
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
         detail = str(error).splitlines()[0] if not isinstance(error, KeyError) else f"missing {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .plan_data import PlanData
+from .plan import Plan
 
 FUSED_LOSS_ONLY = {
     "cross_entropy": False,
@@ -18,7 +18,7 @@ FUSED_LOSS_ONLY = {
 """Liger's chunked head and loss without its other kernels, whose activations were not traced."""
 
 
-def training_arguments(plan: PlanData) -> dict[str, Any]:
+def training_arguments(plan: Plan) -> dict[str, Any]:
     """Return the keys of `TrainingArguments` that the plan decides; everything else stays the user's.
 
     With FSDP2 and accumulation the Trainer would leave gradients unsharded between micro-batches
