@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .distillation.clip_trainer import CLIPDistillationTrainer
     from .distillation.config import DistillationConfig
     from .distillation.trainer import DistillationTrainer
+    from .formats.spqr_format import register_small_format
     from .parallel.expert.callback import ExpertParallelCallback
     from .parallel.pipeline.trainer import PipelineTrainer
     from .parallel.sequence.callback import SequenceParallelCallback
@@ -32,6 +33,7 @@ __all__ = [
     "QATConfig",
     "SequenceParallelCallback",
     "TensorParallelCallback",
+    "register_small_format",
 ]
 
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
     "QATConfig": ".qat.rounding.config",
     "SequenceParallelCallback": ".parallel.sequence.callback",
     "TensorParallelCallback": ".parallel.tensor.callback",
+    "register_small_format": ".formats.spqr_format",
 }
 
 

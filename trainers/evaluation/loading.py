@@ -10,7 +10,7 @@ from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, Sh
 from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
 from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
-from .stored_sizes import SMALL_FORMAT
+from ..formats.spqr_format import QUANT_METHOD
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
@@ -53,7 +53,7 @@ class Subject:
     def quantization(self) -> str | None:
         """The same with the format, where the configuration states one."""
         if self.quant_method is None:
-            return "small format" if (Path(self.source.name) / SMALL_FORMAT).is_file() else None
+            return None
         stated = self.source.config["quantization_config"].get("format")
         return self.quant_method if stated is None else f"{self.quant_method}, {stated}"
 
@@ -186,7 +186,7 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
             that was saved.
         ShardwrightError: Transformers cannot load it; names its reason.
     """
-    if (directory / SMALL_FORMAT).is_file():
+    if subject.quant_method == QUANT_METHOD:
         return _load_small_format(directory, dtype, device)
     import torch
     from transformers import AutoModelForCausalLM

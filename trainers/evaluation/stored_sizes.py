@@ -5,16 +5,17 @@ What belongs to a quantized matrix is told by tensor names:
     compressed-tensors 0.19.0   weight_packed or an 8-bit weight, with weight_scale, weight_zero_point, weight_shape, …
     bitsandbytes 0.50.2         weight (uint8 codes) with weight.absmax, weight.quant_map, …; int8 weight with SCB
     GPTQ, AWQ                   qweight with qzeros, scales, g_idx
-    SpQR and low rank           what begins with spqr_ or low_rank_; `small_format.json` states the shapes
+    SpQR and low rank           what begins with spqr_ or low_rank_; `config.json` states the shapes
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..formats.spqr_format import small_layers
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 _PARTS = (
@@ -63,17 +64,12 @@ class StoredSizes:
     """Stored bits of these matrices, with scales, zero points and tables; `None` without any."""
 
 
-SMALL_FORMAT = "small_format.json"
-"""Describes matrices of SpQR and of low-rank corrections beside their weight files."""
-
-
 def stored_sizes(directory: Path) -> StoredSizes:
     """Return the sizes of a checkpoint."""
     files = sorted(directory.glob("*.safetensors"))
     tensors, stated = read_headers(files)
-    if (directory / SMALL_FORMAT).is_file():
-        layers = json.loads((directory / SMALL_FORMAT).read_text(encoding="utf-8"))["layers"]
-        stated |= {name: math.prod(layer["shape"]) for name, layer in layers.items()}
+    layers = small_layers(directory) or {}
+    stated |= {name: math.prod(layer["shape"]) for name, layer in layers.items()}
     return sizes_of(tensors, stated, file_bytes=sum(file.stat().st_size for file in files))
 
 

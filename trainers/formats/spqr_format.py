@@ -1,7 +1,7 @@
-"""The small format of SpQR and of low-rank corrections: safetensors of packed parts, and a JSON file that says how.
+"""The small format of SpQR and of low-rank corrections: packed parts in safetensors, described in `config.json`.
 
 The directory's weight files are not named `model*.safetensors`, so that Transformers refuses them as missing instead of
-filling a model with random numbers.
+filling a model with random numbers, unless it knows the format (`transformers_quantizer.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,26 @@ from .spqr_matrix import SpQRMatrix
 if TYPE_CHECKING:
     import torch
 
-DESCRIPTION = "small_format.json"
+QUANT_METHOD = "shardwright_small"
+"""What `quantization_config` in `config.json` names the format."""
 SMALL_DIRECTORY = "small"
 """Where the small format lies in a checkpoint."""
-_INDEX = "small.safetensors.index.json"
-_SINGLE = "small.safetensors"
+INDEX = "small.safetensors.index.json"
+SINGLE = "small.safetensors"
 _PATTERN = "small{suffix}.safetensors"
-_SCHEMA_VERSION = 1
+_CONFIG = "config.json"
+_SCHEMA_VERSION = 2
+"""Version 1 had its description in a file of its own."""
 _SHARD_BYTES = 5 * 10**9
 _FLOATS = ("bfloat16", "float16", "float32")
 _CSR = ("offsets", "columns", "values")
+PARTS = {
+    "spqr": tuple(f"spqr_{name}" for name in ("codes", "scale_codes", "zero_codes", "levels"))
+    + tuple(f"spqr_outlier_{name}" for name in _CSR),
+    "low-rank": tuple(f"low_rank_{name}" for name in ("codes", "scales", "zeros", "left", "right"))
+    + tuple(f"low_rank_sparse_{name}" for name in _CSR),
+}
+"""Names of the tensors that are stored for a matrix, by its kind."""
 
 SmallMatrix = SpQRMatrix | LowRankMatrix
 """A quantized matrix of either method."""
@@ -60,10 +70,15 @@ def save_small_format(
             save_file(shard, str(place / file), metadata={"format": "pt"})
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            _write_json(place / _INDEX, index)
-        model.config.save_pretrained(place)
+            _write_json(place / INDEX, index)
         layers = {name: matrix_settings(matrix) for name, matrix in matrices.items()}
-        _write_json(place / DESCRIPTION, {"schema_version": _SCHEMA_VERSION, "layers": layers})
+        stated = {
+            "quant_method": QUANT_METHOD,
+            "schema_version": _SCHEMA_VERSION,
+            "weights": INDEX if split.is_sharded else SINGLE,
+            "layers": layers,
+        }
+        _write_json(place / _CONFIG, {**model.config.to_diff_dict(), "quantization_config": stated})
 
 
 def load_small_format(directory: Path) -> Any:
@@ -74,10 +89,15 @@ def load_small_format(directory: Path) -> Any:
     """
     import transformers
 
-    description = _description(directory)
+    layers = small_layers(directory)
+    if layers is None:
+        rule = f"has no quantization_config of {QUANT_METHOD}"
+        raise RefusedInputError(Fault(where=str(directory / _CONFIG), rule=rule))
     config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+    # Without it, the tensors at hand would be taken for packed ones.
+    del config.quantization_config
     tensors = dict(_stored_tensors(directory))
-    for layer, settings in description["layers"].items():
+    for layer, settings in layers.items():
         tensors[f"{layer}.weight"] = read_matrix(layer, settings, tensors, where=str(directory)).dequantize()
     # The automatic class looks for a directory (transformers 5.17.0), the model's own takes tensors at hand.
     model, found = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
@@ -93,6 +113,15 @@ def load_small_format(directory: Path) -> Any:
     return model.eval()
 
 
+def register_small_format() -> None:
+    """Let `AutoModelForCausalLM.from_pretrained` load the small format, as a dense model; again does no harm.
+
+    >>> register_small_format()
+    >>> AutoModelForCausalLM.from_pretrained("out/small", dtype="auto")  # doctest: +SKIP
+    """
+    from . import transformers_quantizer  # noqa: F401
+
+
 def load_spqr(directory: Path) -> Any:
     """Return the model of a checkpoint in the small format, from its directory or the one above.
 
@@ -101,7 +130,7 @@ def load_spqr(directory: Path) -> Any:
     """
     directory = Path(directory)
     inside = directory / SMALL_DIRECTORY
-    return load_small_format(inside if (inside / DESCRIPTION).is_file() else directory)
+    return load_small_format(inside if inside.is_dir() else directory)
 
 
 def _other_tensors(model: Any, without: set[str]) -> dict[str, torch.Tensor]:
@@ -168,26 +197,44 @@ def read_matrix(
     return matrix
 
 
-def _description(directory: Path) -> dict[str, Any]:
-    path = directory / DESCRIPTION
+def small_layers(directory: Path) -> dict[str, Any] | None:
+    """Return the settings of every matrix by module name; `None` where the directory is of another format.
+
+    Raises:
+        RefusedInputError: `config.json` describes no small format that this version reads.
+    """
+    path = directory / _CONFIG
+    if not path.exists():
+        return None
     try:
-        found = json.loads(path.read_bytes())
-        if found["schema_version"] == _SCHEMA_VERSION and isinstance(found["layers"], dict):
-            return dict(found)
-        rule = f"has schema_version {found['schema_version']}; this version reads {_SCHEMA_VERSION}"
+        stated = json.loads(path.read_bytes()).get("quantization_config") or {}
+        if stated.get("quant_method") != QUANT_METHOD:
+            return None
+        return checked_layers(stated.get("schema_version"), stated.get("layers"), where=str(path))
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        rule = f"describes no small format ({error!r})"
+    except (ValueError, AttributeError, RecursionError) as error:
+        rule = f"is no JSON object ({error!r})"
     raise RefusedInputError(Fault(where=str(path), rule=rule))
+
+
+def checked_layers(schema_version: Any, layers: Any, *, where: str) -> dict[str, Any]:
+    """Return the settings of a description, whose version this one reads."""
+    if schema_version != _SCHEMA_VERSION:
+        rule = f"has schema_version {schema_version}; this version reads {_SCHEMA_VERSION}"
+        raise RefusedInputError(Fault(where=where, rule=rule, fix="quantize the model again"))
+    if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
+        rule = "names no layers with their settings"
+        raise RefusedInputError(Fault(where=where, rule=rule, fix="quantize the model again"))
+    return layers
 
 
 def _stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import SafetensorError, safe_open
 
-    index = directory / _INDEX
+    index = directory / INDEX
     try:
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.is_file() else [_SINGLE]
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.is_file() else [SINGLE]
         for file in files:
             if Path(file).name != file:
                 rule = "names a file outside of its directory"

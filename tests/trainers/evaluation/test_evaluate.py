@@ -317,7 +317,7 @@ def test_spqr_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
     found = evaluate_model(
         str(tmp_path / "small"), baseline=str(tiny_llama), text=TextRequest(files=(book,)), seq_len=64
     )
-    assert found.model.quantization == "small format"
+    assert found.model.quantization == "shardwright_small"
     assert found.model.sizes.quantized_parameters == weight.numel()
     assert found.model.sizes.bits_per_quantized_parameter == matrix.bits_per_weight
     assert found.model.sizes.parameters == found.baseline.sizes.parameters

@@ -12,7 +12,7 @@ from shardwright.trainers.formats.hessians import weighted_error
 from shardwright.trainers.formats.low_rank_residual import LowRankOptions, low_rank_residual
 from shardwright.trainers.formats.spqr_format import load_spqr
 from shardwright.trainers.quantization.spqr import quantize_with_low_rank
-from small_spqr import correlated, logits, samples, small_model
+from small_spqr import correlated, load_registered, logits, samples, small_model
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +119,7 @@ def test_checkpoints_hold_the_same_model(tmp_path):
     quantized.save(tmp_path)
     for model in (AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), load_spqr(tmp_path)):
         assert torch.equal(logits(model), logits(quantized.model))
+    load_registered({tmp_path / "small": tmp_path}, tmp_path)
     first = quantized.matrices["model.layers.0.mlp.up_proj"]
     assert (first.rank, first.symmetric, first.bits) == (4, False, 3)
     assert quantized.bits_per_weight == pytest.approx(

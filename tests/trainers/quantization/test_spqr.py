@@ -12,10 +12,16 @@ from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.formats.bit_packing import pack_bits, sparse_rows, unpack_bits
 from shardwright.trainers.formats.hessians import ErrorFeedback, inverse_factor, weighted_error
-from shardwright.trainers.formats.spqr_format import DESCRIPTION, SMALL_DIRECTORY, load_spqr, save_small_format
+from shardwright.trainers.formats.spqr_format import (
+    PARTS,
+    SMALL_DIRECTORY,
+    load_spqr,
+    matrix_settings,
+    save_small_format,
+)
 from shardwright.trainers.formats.spqr_matrix import SpQROptions, spqr_quantize
 from shardwright.trainers.quantization.spqr import quantize_with_spqr
-from small_spqr import correlated, logits, samples, small_model
+from small_spqr import correlated, load_registered, logits, samples, small_model
 
 NO_OUTLIERS = SpQROptions(outlier_threshold=None)
 
@@ -235,19 +241,40 @@ def test_dense_and_small_checkpoints_hold_the_same_model(quantized, tmp_path):
         AutoModelForCausalLM.from_pretrained(small)
 
 
+def test_transformers_loads_what_is_registered_and_refuses_what_is_not(quantized, tmp_path):
+    quantized.save(tmp_path / "whole")
+    save_small_format(quantized.model, quantized.matrices, tmp_path / "shards", shard_bytes=20_000)
+    dense = tmp_path / "whole"
+    load_registered({dense / SMALL_DIRECTORY: dense, tmp_path / "shards": dense}, tmp_path)
+
+
+def test_the_parts_of_a_matrix_are_named(quantized):
+    for matrix in quantized.matrices.values():
+        assert set(PARTS[matrix_settings(matrix)["kind"]]) == set(matrix.tensors())
+
+
 def test_shards_are_read_back_and_damage_is_named(quantized, tmp_path):
     save_small_format(quantized.model, quantized.matrices, tmp_path, shard_bytes=20_000)
     assert len(list(tmp_path.glob("small-*.safetensors"))) > 2
     assert torch.equal(logits(load_spqr(tmp_path)), logits(quantized.model))
-    description = tmp_path / DESCRIPTION
-    stated = json.loads(description.read_text())
-    layer = stated["layers"]["model.layers.0.mlp.up_proj"]
+    config = tmp_path / "config.json"
+    stated = json.loads(config.read_text())
+    small = stated["quantization_config"]
+    layer = small["layers"]["model.layers.0.mlp.up_proj"]
     for change in ({"bits": 4}, {"shape": [64, 96]}, {"dtype": "int8"}, {"group_size": 0}):
-        changed = stated | {"layers": stated["layers"] | {"model.layers.0.mlp.up_proj": layer | change}}
-        description.write_text(json.dumps(changed))
+        layers = small["layers"] | {"model.layers.0.mlp.up_proj": layer | change}
+        config.write_text(json.dumps(stated | {"quantization_config": small | {"layers": layers}}))
         with pytest.raises(RefusedInputError, match=r"layers\.0\.mlp\.up_proj"):
             load_spqr(tmp_path)
-    description.write_text(json.dumps(stated))
+    for change, named in (
+        ({"schema_version": 1}, "reads 2"),
+        ({"layers": [1]}, "no layers"),
+        ({"quant_method": "x"}, "no quant"),
+    ):
+        config.write_text(json.dumps(stated | {"quantization_config": small | change}))
+        with pytest.raises(RefusedInputError, match=named):
+            load_spqr(tmp_path)
+    config.write_text(json.dumps(stated))
     index = tmp_path / "small.safetensors.index.json"
     content = json.loads(index.read_text())
     index.write_text(json.dumps(content | {"weight_map": {"a": "../elsewhere.safetensors"}}))
