@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 
+_PROJECTIONS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+LAYERS = [f"model.layers.{index}.{name}" for index in range(2) for name in _PROJECTIONS]
+"""Linear layers of `small_model` but its head."""
+
 
 def correlated(rows: int, columns: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights with a few large ones, and second moments of correlated inputs."""

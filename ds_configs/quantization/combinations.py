@@ -1,15 +1,13 @@
-"""Which bits, strategies and scales a storage format can hold together; knows no model."""
+"""Bits, strategies and scales that a storage format can hold together, and changes of a scheme that keep to them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from ..specs.errors import Fault
-
-if TYPE_CHECKING:
-    from .scheme import ActivationQuantization, QuantizationScheme, WeightQuantization
+from ..specs.errors import Fault, UsageError
+from .scheme import ActivationQuantization, QuantizationScheme, RangeMethod, WeightQuantization, WeightStrategy
 
 FEWEST_BITS, MOST_BITS = 2, 8
 """Integer codes that `pack_to_int32` of compressed-tensors holds and that have more than two levels."""
@@ -122,3 +120,84 @@ def _pattern_faults(where: str, patterns: Sequence[str]) -> list[Fault]:
         except re.error as error:
             faults.append(Fault(where=where, value=pattern, rule=f"is no regular expression ({error})"))
     return faults
+
+
+def changed(
+    scheme: QuantizationScheme,
+    *,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    bits: int | None = None,
+    strategy: WeightStrategy | None = None,
+    ranges: RangeMethod | None = None,
+    percentile: float | None = None,
+    ignore: Sequence[str] | None = None,
+    targets: Sequence[str] | None = None,
+) -> QuantizationScheme:
+    """Return a scheme with some of its settings changed; `None` keeps the scheme's own.
+
+    A group size alone makes the strategy `group`, -1 makes it `channel`; a strategy other than `group` drops the group
+    size. `ignore` and `targets` take the place of the scheme's.
+
+    >>> changed(scheme_named("W4A16"), group_size=32, symmetric=False).weights.group_size
+    32
+
+    Raises:
+        UsageError: all settings that the scheme's format cannot hold.
+    """
+    weights = _changed_weights(scheme, bits=bits, symmetric=symmetric, strategy=strategy, group_size=group_size)
+    activations, faults = _changed_activations(scheme, ranges=ranges, percentile=percentile)
+    result = replace(
+        scheme,
+        weights=weights,
+        activations=activations,
+        ignore=scheme.ignore if ignore is None else tuple(ignore),
+        targets=scheme.targets if targets is None else tuple(targets),
+    )
+    faults += combination_faults(result)
+    if faults:
+        raise UsageError(faults)
+    return result
+
+
+def _changed_weights(
+    scheme: QuantizationScheme,
+    *,
+    bits: int | None,
+    symmetric: bool | None,
+    strategy: WeightStrategy | None,
+    group_size: int | None,
+) -> WeightQuantization:
+    weights = scheme.weights
+    if bits is not None:
+        weights = replace(weights, bits=bits)
+    if symmetric is not None:
+        weights = replace(weights, symmetric=symmetric)
+    if strategy is None and group_size is not None:
+        fixed = weights.strategy == "tensor_group"
+        strategy = "channel" if group_size == -1 else ("tensor_group" if fixed else "group")
+    if strategy is None:
+        return weights
+    if strategy in ("group", "tensor_group"):
+        chosen = group_size if group_size is not None else weights.group_size or 128
+        return replace(weights, strategy=strategy, group_size=chosen, block_shape=None)
+    block = (weights.block_shape or (128, 128)) if strategy == "block" else None
+    kept = None if group_size == -1 else group_size
+    return replace(weights, strategy=strategy, group_size=kept, block_shape=block)
+
+
+def _changed_activations(
+    scheme: QuantizationScheme, *, ranges: RangeMethod | None, percentile: float | None
+) -> tuple[ActivationQuantization | None, list[Fault]]:
+    activations = scheme.activations
+    given = {name: value for name, value in (("ranges", ranges), ("percentile", percentile)) if value is not None}
+    if not given:
+        return activations, []
+    if activations is None or activations.dynamic:
+        rule, fix = f"needs stored ranges of activations, and {scheme.name} has none", "use W8A8_STATIC"
+        return activations, [Fault(where=name, value=value, rule=rule, fix=fix) for name, value in given.items()]
+    method = ranges or "percentile"
+    if percentile is not None and method != "percentile":
+        return activations, [Fault(where="percentile", value=percentile, rule="is used by ranges = percentile alone")]
+    share = activations.percentile if percentile is None else percentile
+    return replace(activations, range_method=method, percentile=share), []

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import gcd
 
 from ..specs.errors import Fault
-from .combinations import combination_faults
 from .scheme import QuantizationScheme
 
 LINEAR_CLASSES = ("Linear", "Module")
@@ -70,18 +69,17 @@ def is_match(name: str, pattern: str) -> bool:
     return pattern == name or pattern in LINEAR_CLASSES
 
 
-def scheme_faults(scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[Fault]:
+def scheme_faults(
+    scheme: QuantizationScheme, layers: Sequence[LinearLayer], chosen: Sequence[LinearLayer]
+) -> list[Fault]:
     """Return everything that keeps a scheme from being applied to a model, all together.
 
     Args:
-        scheme: What to quantize, and how.
-        layers: Every linear layer of the model, also those that the scheme leaves out.
+        scheme: What to quantize, and how; without faults of its own (`combination_faults`).
+        layers: Every linear layer of the model.
+        chosen: Those that the scheme selects.
     """
-    faults = combination_faults(scheme)
-    if any(fault.where in ("targets", "ignore") for fault in faults):
-        return faults
-    faults += _unmatched_faults(scheme, layers)
-    chosen = selected_layers(scheme, layers)
+    faults = _unmatched_faults(scheme, layers)
     if not chosen and not any(fault.where == "targets" for fault in faults):
         rule = f"leaves no layer to quantize of {len(layers)} linear layers"
         faults.append(Fault(where="ignore", value=", ".join(scheme.ignore), rule=rule))
@@ -89,13 +87,12 @@ def scheme_faults(scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> 
     return faults + _group_faults(scheme, chosen)
 
 
-def scheme_remarks(scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[str]:
+def scheme_remarks(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[str]:
     """Return what is legal and worth knowing before it costs hours: where a checkpoint is slow or large.
 
     What is said of vLLM rests on its documentation and source; nothing of it was run here.
     """
     weights, remarks = scheme.weights, []
-    chosen = selected_layers(scheme, layers)
     if scheme.format == "int-quantized" and weights.bits < 8:
         remarks.append(
             f"{scheme.name} stores each {weights.bits}-bit code in one byte: compressed-tensors packs codes only where "

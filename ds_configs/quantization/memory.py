@@ -26,7 +26,7 @@ from math import ceil
 from typing import Literal
 
 from ..specs.dimensions import Dimensions
-from .layers import LinearLayer, selected_layers
+from .layers import LinearLayer
 from .methods import METHODS, MethodName, needs_calibration
 from .scheme import QuantizationScheme
 from .sizes import DTYPE_BYTES, packed_tensors, scale_shape, tensor_bytes
@@ -133,7 +133,7 @@ def estimate_quantization_memory(
     """Return the peak memory of a run, with what makes it up.
 
     Args:
-        layers: Every linear layer of the model, experts one by one.
+        layers: Matrices that are quantized, experts one by one.
         scheme: What to quantize, and how.
         method: A key of `METHODS`.
         dimensions: Sizes of the decoder.
@@ -145,7 +145,7 @@ def estimate_quantization_memory(
         dtype: Type of the model's weights.
     """
     run = _Run(
-        chosen=selected_layers(scheme, layers),
+        chosen=tuple(layers),
         scheme=scheme,
         method=method,
         dimensions=dimensions,

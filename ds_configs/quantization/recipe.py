@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..specs.errors import Fault, UsageError
+from .combinations import changed
 from .methods import (
     METHOD_NAMES,
     METHODS,
@@ -22,7 +23,7 @@ from .methods import (
     default_method,
     needs_calibration,
 )
-from .scheme import QuantizationScheme, RangeMethod, changed, scheme_named
+from .scheme import QuantizationScheme, RangeMethod, scheme_named
 
 _LARGEST_RECIPE_BYTES = 1 << 20
 _ENVIRONMENT_PREFIX = "SHARDWRIGHT_"

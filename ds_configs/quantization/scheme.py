@@ -7,7 +7,6 @@ that a scheme turns into its `quantization_config` without translation tables.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -192,86 +191,3 @@ def scheme_named(name: str) -> QuantizationScheme:
     near = difflib.get_close_matches(wanted, PRESETS, n=3, cutoff=0.5)
     fix = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(PRESETS)}"
     raise UsageError(Fault(where="--scheme", value=name, rule="names no quantization scheme", fix=fix))
-
-
-def changed(
-    scheme: QuantizationScheme,
-    *,
-    group_size: int | None = None,
-    symmetric: bool | None = None,
-    bits: int | None = None,
-    strategy: WeightStrategy | None = None,
-    ranges: RangeMethod | None = None,
-    percentile: float | None = None,
-    ignore: Sequence[str] | None = None,
-    targets: Sequence[str] | None = None,
-) -> QuantizationScheme:
-    """Return a scheme with some of its settings changed; `None` keeps the scheme's own.
-
-    A group size alone makes the strategy `group`, -1 makes it `channel`; a strategy other than `group` drops the group
-    size. `ignore` and `targets` take the place of the scheme's.
-
-    >>> changed(scheme_named("W4A16"), group_size=32, symmetric=False).weights.group_size
-    32
-
-    Raises:
-        UsageError: all settings that the scheme's format cannot hold.
-    """
-    from .combinations import combination_faults
-
-    weights = _changed_weights(scheme, bits=bits, symmetric=symmetric, strategy=strategy, group_size=group_size)
-    activations, faults = _changed_activations(scheme, ranges=ranges, percentile=percentile)
-    result = replace(
-        scheme,
-        weights=weights,
-        activations=activations,
-        ignore=scheme.ignore if ignore is None else tuple(ignore),
-        targets=scheme.targets if targets is None else tuple(targets),
-    )
-    faults += combination_faults(result)
-    if faults:
-        raise UsageError(faults)
-    return result
-
-
-def _changed_weights(
-    scheme: QuantizationScheme,
-    *,
-    bits: int | None,
-    symmetric: bool | None,
-    strategy: WeightStrategy | None,
-    group_size: int | None,
-) -> WeightQuantization:
-    weights = scheme.weights
-    if bits is not None:
-        weights = replace(weights, bits=bits)
-    if symmetric is not None:
-        weights = replace(weights, symmetric=symmetric)
-    if strategy is None and group_size is not None:
-        fixed = weights.strategy == "tensor_group"
-        strategy = "channel" if group_size == -1 else ("tensor_group" if fixed else "group")
-    if strategy is None:
-        return weights
-    if strategy in ("group", "tensor_group"):
-        chosen = group_size if group_size is not None else weights.group_size or 128
-        return replace(weights, strategy=strategy, group_size=chosen, block_shape=None)
-    block = (weights.block_shape or (128, 128)) if strategy == "block" else None
-    kept = None if group_size == -1 else group_size
-    return replace(weights, strategy=strategy, group_size=kept, block_shape=block)
-
-
-def _changed_activations(
-    scheme: QuantizationScheme, *, ranges: RangeMethod | None, percentile: float | None
-) -> tuple[ActivationQuantization | None, list[Fault]]:
-    activations = scheme.activations
-    given = {name: value for name, value in (("ranges", ranges), ("percentile", percentile)) if value is not None}
-    if not given:
-        return activations, []
-    if activations is None or activations.dynamic:
-        rule, fix = f"needs stored ranges of activations, and {scheme.name} has none", "use W8A8_STATIC"
-        return activations, [Fault(where=name, value=value, rule=rule, fix=fix) for name, value in given.items()]
-    method = ranges or "percentile"
-    if percentile is not None and method != "percentile":
-        return activations, [Fault(where="percentile", value=percentile, rule="is used by ranges = percentile alone")]
-    share = activations.percentile if percentile is None else percentile
-    return replace(activations, range_method=method, percentile=share), []

@@ -18,10 +18,10 @@ Stored ranges of activations add input_scale [1], input_zero_point int8 [1] and,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, prod
 
-from .layers import LinearLayer, selected_layers
+from .layers import LinearLayer
 from .scheme import QuantizationScheme
 
 TensorShape = tuple[tuple[int, ...], str]
@@ -170,12 +170,12 @@ def checkpoint_tensors(
 
     Args:
         scheme: What to quantize, and how.
-        layers: All linear layers of the model, by their names in the checkpoint.
+        layers: Those that are quantized, by their names in the checkpoint.
         source: Tensors of the dense checkpoint, from its headers.
         dtype: Type that the model is loaded in; floating tensors that stay dense are saved in it.
     """
     tensors = {name: (shape, _saved_dtype(stored, dtype)) for name, (shape, stored) in source.items()}
-    for layer in selected_layers(scheme, layers):
+    for layer in layers:
         tensors.pop(f"{layer.name}.weight", None)
         for part, tensor in packed_tensors(scheme, layer, dtype).items():
             tensors[f"{layer.name}.{part}"] = tensor
@@ -197,19 +197,18 @@ def checkpoint_bytes(
 
     Args:
         scheme: What to quantize, and how.
-        layers: All linear layers of the model, by their names in the checkpoint.
+        layers: Those that are quantized, by their names in the checkpoint.
         source: Tensors of the dense checkpoint, from its headers.
         dtype: Type that the model is loaded in.
     """
     return tensor_bytes(checkpoint_tensors(scheme, layers, source, dtype=dtype).values())
 
 
-def bits_per_weight(scheme: QuantizationScheme, layers: Iterable[LinearLayer], *, dtype: str = "bfloat16") -> float:
-    """Return the stored bits for each weight of the layers that are quantized, scales and zero points included.
+def bits_per_weight(scheme: QuantizationScheme, layers: Sequence[LinearLayer], *, dtype: str = "bfloat16") -> float:
+    """Return the stored bits for each weight of quantized layers, scales and zero points included.
 
     >>> bits_per_weight(scheme_named("W4A16"), [LinearLayer(name="up", out_features=4096, in_features=4096)])
     4.125007629394531
     """
-    chosen = selected_layers(scheme, layers)
-    stored = sum(tensor_bytes(packed_tensors(scheme, layer, dtype).values()) for layer in chosen)
-    return 8 * stored / max(1, sum(layer.numel for layer in chosen))
+    stored = sum(tensor_bytes(packed_tensors(scheme, layer, dtype).values()) for layer in layers)
+    return 8 * stored / max(1, sum(layer.numel for layer in layers))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 
@@ -50,7 +49,8 @@ def quantize_with_bitsandbytes(
     directory: Path,
     scheme: QuantizationScheme,
     *,
-    layers: Sequence[LinearLayer],
+    quantized: Collection[str],
+    dense: Sequence[str],
     dtype: str,
     device: str,
     options: Mapping[str, Any],
@@ -61,7 +61,8 @@ def quantize_with_bitsandbytes(
     Args:
         directory: The model with its full weights.
         scheme: `NF4` or `BNB_INT8`.
-        layers: Every linear layer; those that the scheme leaves out stay dense.
+        quantized: Linear layers that the scheme selects.
+        dense: All other linear layers.
         dtype: Type of what stays dense and of computations.
         device: Where it runs.
         options: None are known.
@@ -75,14 +76,13 @@ def quantize_with_bitsandbytes(
         names = ", ".join(options)
         rule = "is no option of bitsandbytes here, whose formats are fixed by the scheme"
         raise UsageError(Fault(where="method_options", value=names, rule=rule, fix="leave it out"))
-    chosen = {layer.name for layer in selected_layers(scheme, layers)}
-    model = _load(directory, scheme, [layer.name for layer in layers if layer.name not in chosen], dtype, device)
+    model = _load(directory, scheme, dense, dtype, device)
     found = tuple(name for name, module in model.named_modules() if _is_quantized(module))
-    dense = sorted(chosen - set(found))
-    if dense:
-        rule = f"{len(dense)} matrices would stay in 16 bit: bitsandbytes replaces linear layers, not fused experts"
+    missed = sorted(set(quantized) - set(found))
+    if missed:
+        rule = f"{len(missed)} matrices would stay in 16 bit: bitsandbytes replaces linear layers, not fused experts"
         fix = "use --scheme W4A16, which quantizes experts, or add them to --ignore"
-        raise UsageError(Fault(where="method", value=dense[0], rule=rule, fix=fix))
+        raise UsageError(Fault(where="method", value=missed[0], rule=rule, fix=fix))
     written = tempfile.TemporaryDirectory(prefix="shardwright-bitsandbytes-", dir=scratch)
     model.save_pretrained(written.name)
     return BitsAndBytesModel(model=model, quantized_layers=found, written=written)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.quantization.layers import LinearLayer, selected_layers
+from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import TensorShape
 from ...ds_configs.specs.errors import Fault
@@ -34,13 +34,13 @@ def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str])
     return tuple(layers)
 
 
-def expert_faults(scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[Fault]:
-    """Return why the experts of a mixture cannot be quantized so that Transformers loads them.
+def expert_faults(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[Fault]:
+    """Return why experts among the layers that a scheme selects cannot be quantized so that Transformers loads them.
 
     transformers 5.17.0, `integrations/compressed_tensors.py`: weights of experts are decompressed from `weight_packed`
     alone and without `weight_zero_point`; loading anything else fails with a RuntimeError.
     """
-    experts = [layer for layer in selected_layers(scheme, layers) if layer.is_expert]
+    experts = [layer for layer in chosen if layer.is_expert]
     if not experts or scheme.storage != "compressed-tensors":
         return []
     if not scheme.weights.symmetric:

@@ -37,10 +37,12 @@ def quantize_in_memory(
     if engine == "bitsandbytes":
         from ...plugins.bitsandbytes.checkpoint import quantize_with_bitsandbytes
 
+        chosen = {layer.name for layer in prepared.layers}
         return quantize_with_bitsandbytes(
             prepared.source.directory,
             prepared.scheme,
-            layers=prepared.source.layers,
+            quantized=chosen,
+            dense=[layer.name for layer in prepared.source.layers if layer.name not in chosen],
             dtype=prepared.source.dtype,
             device=device,
             options=prepared.settings.method_options,
@@ -97,6 +99,7 @@ def _own_method(prepared: Prepared, model: Any, journal: Path | None, report: Re
         model,
         prepared.tokenizer,
         prepared.scheme,
+        layers=[layer.name for layer in prepared.layers],
         calibration=prepared.calibration,
         batch_size=settings.batch_size,
         options=settings.method_options,

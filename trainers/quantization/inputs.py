@@ -102,8 +102,10 @@ def prepare(
         source = open_source(model, revision=revision)
     if source is None or resolved is None:
         raise UsageError(faults)
-    scheme = _scheme_for(resolved, source)
-    faults += scheme_faults(scheme, source.layers) + expert_faults(scheme, source.layers)
+    scheme, own_format = _scheme_for(resolved, source), METHODS[resolved.method].engine == "shardwright"
+    layers = selected_layers(scheme, source.layers)
+    faults += scheme_faults(scheme, source.layers, layers)
+    faults += (_own_format_faults(resolved.method, layers) if own_format else []) + expert_faults(scheme, layers)
     samples, tokenizer, seq_len = None, None, settings.seq_len
     with collecting(faults):
         tokenizer = _tokenizer(source)
@@ -111,18 +113,21 @@ def prepare(
     if faults:
         raise UsageError(faults)
     # Their dense export runs wherever dense weights do.
-    for remark in () if METHODS[resolved.method].engine == "shardwright" else scheme_remarks(scheme, source.layers):
+    for remark in () if own_format else scheme_remarks(scheme, layers):
         notify(remark)
     prepared = Prepared(
         source=source,
         resolved=resolved,
         scheme=scheme,
-        layers=selected_layers(scheme, source.layers),
+        layers=layers,
         tokenizer=tokenizer,
         samples=samples,
         seq_len=seq_len,
-        memory=_memory(source, scheme, resolved, samples, seq_len, device),
-        checkpoint_bytes=_checkpoint_bytes(source, scheme, resolved.method),
+        memory=_memory(source, scheme, layers, resolved, samples, seq_len, device),
+        # Methods with a format of their own write dense weights beside it.
+        checkpoint_bytes=2 * tensor_bytes(source.tensors.values())
+        if own_format
+        else checkpoint_bytes(scheme, layers, source.tensors, dtype=source.dtype),
     )
     _check_capacity(prepared, output_dir)
     return prepared
@@ -134,6 +139,18 @@ def _scheme_for(resolved: ResolvedQuantization, source: QuantizationSource) -> Q
         return resolved.scheme
     own = tuple(name for name in source.default_ignore if name not in DEFAULT_IGNORE)
     return replace(resolved.scheme, ignore=(*DEFAULT_IGNORE, *own))
+
+
+def _own_format_faults(method: MethodName, layers: Sequence[LinearLayer]) -> list[Fault]:
+    """Return the fault of experts, which are linear layers only while they are calibrated.
+
+    The format would name modules that a model made from its config does not have.
+    """
+    experts = [layer.name for layer in layers if layer.is_expert]
+    if not experts:
+        return []
+    rule = f"{method} stores plain linear layers alone, and {len(experts)} are parts of experts"
+    return [Fault(where="method", value=experts[0], rule=rule, fix="use --method gptq, or ignore experts")]
 
 
 def _samples(
@@ -166,6 +183,7 @@ def _tokenizer(source: QuantizationSource) -> Any:
 def _memory(
     source: QuantizationSource,
     scheme: QuantizationScheme,
+    layers: Sequence[LinearLayer],
     resolved: ResolvedQuantization,
     samples: Samples | None,
     seq_len: int,
@@ -176,7 +194,7 @@ def _memory(
     settings = resolved.settings
     on_cpu = device == "cpu" if device is not None else not torch.cuda.is_available()
     return estimate_quantization_memory(
-        layers=source.layers,
+        layers=layers,
         scheme=scheme,
         method=resolved.method,
         dimensions=source.dimensions,
@@ -187,13 +205,6 @@ def _memory(
         device="cpu" if on_cpu else "cuda",
         dtype=source.dtype,
     )
-
-
-def _checkpoint_bytes(source: QuantizationSource, scheme: QuantizationScheme, method: MethodName) -> int:
-    """Return the bytes that are written at most: methods with a format of their own write dense weights beside it."""
-    if METHODS[method].engine == "shardwright":
-        return 2 * tensor_bytes(source.tensors.values())
-    return checkpoint_bytes(scheme, source.layers, source.tensors, dtype=source.dtype)
 
 
 def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:

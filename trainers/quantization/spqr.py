@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...ds_configs.quantization.layers import LinearLayer, selected_layers
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.transformers.quantized_model import ReportProgress
@@ -52,6 +51,7 @@ def quantize_with_spqr(
     tokenizer: Any,
     scheme: QuantizationScheme,
     *,
+    layers: Sequence[str],
     calibration: Sequence[Mapping[str, Sequence[int]]],
     batch_size: int,
     options: Mapping[str, Any],
@@ -59,14 +59,15 @@ def quantize_with_spqr(
     report: ReportProgress,
     run_key: str = "",
 ) -> SmallFormatModel:
-    """Quantize the linear layers that a scheme targets by SpQR, in place.
+    """Quantize linear layers of a model by SpQR, in place.
 
     Bits come from the scheme, the group size too where it is not the scheme's 128, which is no group size for SpQR.
 
     Args:
         model: Transformers model with dense weights.
         tokenizer: May be `None`; samples are tokens.
-        scheme: Targets, ignored layers and bits.
+        scheme: Bits and group size.
+        layers: Plain linear layers to quantize, by name.
         calibration: Samples with `input_ids`.
         batch_size: Samples of one forward pass.
         options: Fields of `SpQROptions`.
@@ -75,14 +76,14 @@ def quantize_with_spqr(
         run_key: Names model and settings, so that another run's journal is told apart.
 
     Raises:
-        UsageError: unknown options, values out of range, no samples, or a model that is not of plain linear layers.
+        UsageError: unknown options, values out of range, or no samples.
         RefusedInputError: weights or inputs hold NaN or infinity.
     """
     stated = {"bits": scheme.weights.bits}
     if scheme.weights.group_size not in (None, 128):
         stated["group_size"] = scheme.weights.group_size
     chosen = _options(SpQROptions, stated, options)
-    run = _Run(model, tokenizer, scheme, "spqr", calibration, batch_size, asdict(chosen), journal, run_key)
+    run = _Run(model, tokenizer, scheme, layers, "spqr", calibration, batch_size, asdict(chosen), journal, run_key)
     return run.start(lambda weight_OI, hessian_II: spqr_quantize(weight_OI, hessian_II, chosen), report)
 
 
@@ -91,6 +92,7 @@ def quantize_with_low_rank(
     tokenizer: Any,
     scheme: QuantizationScheme,
     *,
+    layers: Sequence[str],
     calibration: Sequence[Mapping[str, Sequence[int]]],
     batch_size: int,
     options: Mapping[str, Any],
@@ -103,7 +105,7 @@ def quantize_with_low_rank(
     group_size = weights.group_size if weights.strategy == "group" else -1
     stated = {"bits": weights.bits, "group_size": group_size, "symmetric": weights.symmetric}
     chosen = _options(LowRankOptions, stated, options)
-    run = _Run(model, tokenizer, scheme, "low-rank", calibration, batch_size, asdict(chosen), journal, run_key)
+    run = _Run(model, tokenizer, scheme, layers, "low-rank", calibration, batch_size, asdict(chosen), journal, run_key)
     return run.start(lambda weight_OI, hessian_II: low_rank_residual(weight_OI, hessian_II, chosen), report)
 
 
@@ -112,6 +114,7 @@ class _Run:
     model: Any
     tokenizer: Any
     scheme: QuantizationScheme
+    layers: Sequence[str]
     method: str
     calibration: Sequence[Mapping[str, Sequence[int]]]
     batch_size: int
@@ -127,7 +130,6 @@ class _Run:
         if not self.calibration:
             rule, fix = f"{self.method} needs text to calibrate on", "name one with --dataset, such as python-help"
             raise UsageError(Fault(where="dataset", rule=rule, fix=fix))
-        names = _layer_names(self.model, self.scheme, self.method)
         kept = MatrixJournal(self.journal, self._identity() if self.journal is not None else {})
         matrices = dict(kept.restored)
         for name, matrix in matrices.items():
@@ -142,7 +144,7 @@ class _Run:
         visit_layers(
             self.model,
             self.tokenizer,
-            names,
+            self.layers,
             calibration=self.calibration,
             batch_size=self.batch_size,
             visit=visit,
@@ -150,7 +152,7 @@ class _Run:
             finished_parts=kept.parts,
             report=report,
         )
-        return SmallFormatModel(model=self.model, matrices={name: matrices[name] for name in names})
+        return SmallFormatModel(model=self.model, matrices={name: matrices[name] for name in self.layers})
 
     def _identity(self) -> dict[str, str]:
         from ...plugins.llm_compressor.journal import run_identity
@@ -190,27 +192,3 @@ def _options(kind: type[Options], stated: Mapping[str, Any], options: Mapping[st
     if faults:
         raise UsageError(faults)
     return chosen
-
-
-def _layer_names(model: Any, scheme: QuantizationScheme, method: str) -> list[str]:
-    """Return the modules to quantize.
-
-    A mixture's experts are linear layers only while it is calibrated; the format would name modules that a model made
-    from its config does not have.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    layers = [
-        LinearLayer(name=name, out_features=module.out_features, in_features=module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
-    names = [layer.name for layer in selected_layers(scheme, layers)]
-    with torch.device("meta"):
-        plain = dict(AutoModelForCausalLM.from_config(model.config, trust_remote_code=False).named_modules())
-    strange = [name for name in names if name not in plain]
-    if strange:
-        rule = f"{method} stores plain linear layers alone, and {len(strange)} are parts of experts"
-        raise UsageError(Fault(where="method", value=strange[0], rule=rule, fix="use --method gptq, or ignore experts"))
-    return names

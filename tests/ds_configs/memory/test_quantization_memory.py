@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardwright.ds_configs.quantization.layers import LinearLayer
+from shardwright.ds_configs.quantization.combinations import changed
+from shardwright.ds_configs.quantization.layers import LinearLayer, selected_layers
 from shardwright.ds_configs.quantization.memory import PROCESS_BYTES, QuantizationMemory, estimate_quantization_memory
-from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
+from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from shardwright.ds_configs.specs.dimensions import Dimensions
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 from shardwright.plugins.metering.byte_meter import ByteMeter
@@ -64,7 +65,8 @@ def predict(method, scheme, samples, seq_len, batch, hidden, intermediate, count
         "seq_len": seq_len,
         "batch_size": batch,
     }
-    return estimate_quantization_memory(**(given | changes))
+    given |= changes
+    return estimate_quantization_memory(**given | {"layers": selected_layers(given["scheme"], given["layers"])})
 
 
 METERED = [

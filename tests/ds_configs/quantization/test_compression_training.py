@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.quantization.combinations import changed
 from shardwright.ds_configs.quantization.compression_training import Migration, message, migration
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.scheme import scheme_named
 
 _WEIGHTS = {
     "shared_parameters": {

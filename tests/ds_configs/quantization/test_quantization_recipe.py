@@ -7,6 +7,7 @@ import json
 import pytest
 from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
 from shardwright.cli.main import run
+from shardwright.ds_configs.quantization.combinations import changed
 from shardwright.ds_configs.quantization.config_json import config_group
 from shardwright.ds_configs.quantization.methods import (
     METHOD_NAMES,
@@ -23,7 +24,7 @@ from shardwright.ds_configs.quantization.recipe import (
     recipe_names,
     resolve_quantization,
 )
-from shardwright.ds_configs.quantization.scheme import PRESETS, changed
+from shardwright.ds_configs.quantization.scheme import PRESETS
 from shardwright.ds_configs.specs.errors import UsageError
 
 ASKED_FOR = {

@@ -15,7 +15,7 @@ from compressed_tensors.utils.match import match_named_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
-from shardwright.ds_configs.quantization.combinations import combination_faults
+from shardwright.ds_configs.quantization.combinations import changed, combination_faults
 from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
 from shardwright.ds_configs.quantization.layers import (
     LinearLayer,
@@ -24,7 +24,7 @@ from shardwright.ds_configs.quantization.layers import (
     scheme_remarks,
     selected_layers,
 )
-from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, changed, scheme_named
+from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, scheme_named
 from shardwright.ds_configs.quantization.sizes import bits_per_weight
 from shardwright.ds_configs.specs.errors import UsageError
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -183,22 +183,26 @@ def test_layers_are_selected_as_upstream_selects_modules(targets, ignore):
     assert [layer.name for layer in selected_layers(scheme, LAYERS)] == expected
 
 
+def layer_faults(scheme, layers):
+    return scheme_faults(scheme, layers, selected_layers(scheme, layers))
+
+
 def test_a_group_size_that_does_not_divide_lists_layers_and_legal_sizes():
-    faults = scheme_faults(PRESETS["W4A16"], LAYERS)
+    faults = layer_faults(PRESETS["W4A16"], LAYERS)
     assert [fault.where for fault in faults] == ["group_size"]
     assert "model.layers.0.self_attn.q_proj (192)" in faults[0].rule
     assert "16, 32, 64" in faults[0].fix
     assert legal_group_sizes(LAYERS) == (16, 32, 64)
-    assert scheme_faults(changed(PRESETS["W4A16"], group_size=64), LAYERS) == []
-    assert scheme_faults(changed(PRESETS["W4A16"], group_size=-1), LAYERS) == []
+    assert layer_faults(changed(PRESETS["W4A16"], group_size=64), LAYERS) == []
+    assert layer_faults(changed(PRESETS["W4A16"], group_size=-1), LAYERS) == []
 
 
 def test_float_formats_offer_no_other_group_size():
     odd = [LinearLayer(name="model.layers.0.up_proj", out_features=8, in_features=24)]
     for name in ("NVFP4", "MXFP4", "MXFP8"):
-        (fault,) = scheme_faults(PRESETS[name], odd)
+        (fault,) = layer_faults(PRESETS[name], odd)
         assert "FP8_DYNAMIC" in fault.fix
-    assert scheme_faults(PRESETS["FP8_BLOCK"], odd) == []
+    assert layer_faults(PRESETS["FP8_BLOCK"], odd) == []
 
 
 def test_sizes_without_a_power_of_two_are_offered_too():
@@ -210,11 +214,11 @@ def test_a_tied_head_is_refused_and_an_untied_one_remarked_upon():
     body = LinearLayer(name="model.layers.0.up_proj", out_features=128, in_features=128)
     head = LinearLayer(name="lm_head", out_features=128, in_features=128, is_head=True, is_tied=True)
     everything = changed(PRESETS["W4A16"], ignore=[])
-    (fault,) = scheme_faults(everything, [body, head])
+    (fault,) = layer_faults(everything, [body, head])
     assert fault.value == "lm_head"
-    assert scheme_faults(PRESETS["W4A16"], [body, head]) == []
+    assert layer_faults(PRESETS["W4A16"], [body, head]) == []
     untied = LinearLayer(name="lm_head", out_features=128, in_features=128, is_head=True)
-    assert scheme_faults(everything, [body, untied]) == []
+    assert layer_faults(everything, [body, untied]) == []
     assert any("lm_head" in remark for remark in scheme_remarks(everything, [body, untied]))
 
 
@@ -229,7 +233,7 @@ def test_a_tied_head_is_refused_and_an_untied_one_remarked_upon():
     ],
 )
 def test_patterns_that_match_nothing_say_what_would(changes, field, fix):
-    faults = scheme_faults(changed(PRESETS["W4A16"], group_size=64, **changes), LAYERS)
+    faults = layer_faults(changed(PRESETS["W4A16"], group_size=64, **changes), LAYERS)
     assert [fault.where for fault in faults] == [field]
     assert fix in faults[0].fix
 
@@ -240,15 +244,18 @@ def test_a_suggested_pattern_matches_what_it_promises():
 
 
 def test_leaving_nothing_is_a_fault():
-    (fault,) = scheme_faults(changed(PRESETS["W4A16"], ignore=["Linear"]), LAYERS)
+    (fault,) = layer_faults(changed(PRESETS["W4A16"], ignore=["Linear"]), LAYERS)
     assert "no layer" in fault.rule
 
 
 def test_remarks_tell_of_wasted_bytes_and_missing_kernels():
-    assert any("one byte" in remark for remark in scheme_remarks(PRESETS["W4A8"], LAYERS))
-    assert any("3 bits" in remark for remark in scheme_remarks(PRESETS["W3A16"], LAYERS))
-    assert any("Machete" in remark for remark in scheme_remarks(changed(PRESETS["W4A16"], group_size=64), LAYERS))
-    assert scheme_remarks(PRESETS["W4A16"], LAYERS) == []
+    def remarks(scheme):
+        return scheme_remarks(scheme, selected_layers(scheme, LAYERS))
+
+    assert any("one byte" in remark for remark in remarks(PRESETS["W4A8"]))
+    assert any("3 bits" in remark for remark in remarks(PRESETS["W3A16"]))
+    assert any("Machete" in remark for remark in remarks(changed(PRESETS["W4A16"], group_size=64)))
+    assert remarks(PRESETS["W4A16"]) == []
 
 
 def test_every_preset_is_sound():

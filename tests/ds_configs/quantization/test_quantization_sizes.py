@@ -10,9 +10,10 @@ from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shardwright.ds_configs.quantization.combinations import changed
 from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
-from shardwright.ds_configs.quantization.layers import LinearLayer, scheme_faults
-from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, changed
+from shardwright.ds_configs.quantization.layers import LinearLayer, scheme_faults, selected_layers
+from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme
 from shardwright.ds_configs.quantization.sizes import (
     DTYPE_BYTES,
     SAFETENSORS_DTYPES,
@@ -122,13 +123,14 @@ def test_a_whole_checkpoint_has_the_computed_tensors_and_bytes(name, tied):
     leave_out = {"lm_head.weight"} if tied else set()
     source = {name: tensor for name, tensor in stored(model.state_dict()).items() if name not in leave_out}
     scheme = PRESETS[name]
-    assert scheme_faults(scheme, layers) == []
+    chosen = selected_layers(scheme, layers)
+    assert scheme_faults(scheme, layers, chosen) == []
     apply_quantization_config(model, QuantizationConfig.model_validate(quantization_config(scheme)))
     for module in model.modules():
         compress_module(module)
     written = {name: tensor for name, tensor in stored(model.state_dict()).items() if name not in leave_out}
-    assert checkpoint_tensors(scheme, layers, source) == written
-    assert checkpoint_bytes(scheme, layers, source) == tensor_bytes(written.values())
+    assert checkpoint_tensors(scheme, chosen, source) == written
+    assert checkpoint_bytes(scheme, chosen, source) == tensor_bytes(written.values())
 
 
 def test_dense_tensors_are_saved_in_the_type_that_is_loaded():
@@ -159,11 +161,6 @@ def test_bits_per_weight_by_hand(name, expected):
     assert bits_per_weight(PRESETS[name], layers) == pytest.approx(expected, abs=1e-12)
 
 
-def test_bits_of_what_is_left_out_do_not_count():
-    layers = [LinearLayer(name=name, out_features=1024, in_features=1024) for name in ("x", "lm_head")]
-    assert bits_per_weight(PRESETS["W4A16"], layers) == bits_per_weight(PRESETS["W4A16"], layers[:1])
-
-
 def test_types_have_the_sizes_of_torch_and_names_of_safetensors():
     from safetensors.torch import _TYPES
 
@@ -174,6 +171,6 @@ def test_types_have_the_sizes_of_torch_and_names_of_safetensors():
 
 def test_what_does_not_divide_is_refused_before_sizes_are_asked():
     layer = LinearLayer(name="x", out_features=8, in_features=100)
-    assert scheme_faults(PRESETS["W4A16"], [layer])
+    assert scheme_faults(PRESETS["W4A16"], [layer], [layer])
     with pytest.raises(UsageError):
         changed(PRESETS["W4A16"], group_size=0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shardwright.cli.main import run
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.combinations import changed
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.auto_round.engine import equal_rows, quantize_with_auto_round
 from shardwright.plugins.compressed_tensors.codes import dequantize, unpack_tensors

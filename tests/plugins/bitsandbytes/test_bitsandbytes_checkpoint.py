@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.combinations import changed
+from shardwright.ds_configs.quantization.layers import selected_layers
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.bitsandbytes.checkpoint import quantize_with_bitsandbytes
 from shardwright.plugins.llm_compressor.loading import open_source
@@ -26,8 +28,10 @@ def source(tmp_path_factory):
 
 def quantized(source, name, **more):
     scheme = more.pop("scheme", scheme_named(name))
+    chosen = {layer.name for layer in selected_layers(scheme, source.layers)}
+    dense = [layer.name for layer in source.layers if layer.name not in chosen]
     return quantize_with_bitsandbytes(
-        source.directory, scheme, layers=source.layers, dtype=source.dtype, device="cpu", options=more
+        source.directory, scheme, quantized=chosen, dense=dense, dtype=source.dtype, device="cpu", options=more
     )
 
 

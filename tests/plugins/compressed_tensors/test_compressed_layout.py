@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from shardwright.ds_configs.quantization.combinations import changed
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.layers import LinearLayer
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.quantization.sizes import packed_tensors, tensor_bytes
 from shardwright.plugins.compressed_tensors.layout import layout_faults
 

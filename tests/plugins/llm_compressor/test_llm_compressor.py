@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.combinations import changed
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.fixes import attention_scores_are_not_kept, no_pinned_memory_without_cuda

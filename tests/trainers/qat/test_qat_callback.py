@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.combinations import changed
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.peft.lora import add_lora
 from shardwright.trainers import QATCallback, QATConfig

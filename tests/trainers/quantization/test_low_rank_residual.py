@@ -12,7 +12,7 @@ from shardwright.trainers.formats.hessians import weighted_error
 from shardwright.trainers.formats.low_rank_residual import LowRankOptions, low_rank_residual
 from shardwright.trainers.formats.spqr_format import load_spqr
 from shardwright.trainers.quantization.spqr import quantize_with_low_rank
-from small_spqr import correlated, load_registered, logits, samples, small_model
+from small_spqr import LAYERS, correlated, load_registered, logits, samples, small_model
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +110,7 @@ def test_checkpoints_hold_the_same_model(tmp_path):
         small_model(),
         None,
         scheme_named("W3A16_ASYM"),
+        layers=LAYERS,
         calibration=samples(),
         batch_size=2,
         options={"rank": 4, "sparse_fraction": 0.01, "iterations": 1},

@@ -168,3 +168,11 @@ def test_fused_experts_are_not_left_dense_silently(mixtures, tmp_path, capsys):
     message = capsys.readouterr().err
     assert "24 matrices would stay in 16 bit" in message and "W4A16" in message
     assert not list(tmp_path.iterdir())
+
+
+def test_experts_have_no_place_in_a_format_of_plain_linear_layers(mixtures, tmp_path, capsys):
+    flags = ["--method", "spqr", "--scheme", "W3A16", "--dataset", "python-help", "--seq-len", "32"]
+    assert run(["quantize", str(mixtures["mixtral"]), *flags, "--output-dir", str(tmp_path / "q")]) == 2
+    message = capsys.readouterr().err
+    assert "24 are parts of experts" in message and "--method gptq" in message
+    assert not list(tmp_path.iterdir())

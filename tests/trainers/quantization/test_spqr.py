@@ -21,7 +21,7 @@ from shardwright.trainers.formats.spqr_format import (
 )
 from shardwright.trainers.formats.spqr_matrix import SpQROptions, spqr_quantize
 from shardwright.trainers.quantization.spqr import quantize_with_spqr
-from small_spqr import correlated, load_registered, logits, samples, small_model
+from small_spqr import LAYERS, correlated, load_registered, logits, samples, small_model
 
 NO_OUTLIERS = SpQROptions(outlier_threshold=None)
 
@@ -205,6 +205,7 @@ def quantized_small_model(report=lambda progress: None, *, tied: bool = True, jo
         small_model(tied=tied),
         None,
         scheme_named("W3A16"),
+        layers=LAYERS,
         calibration=samples(),
         batch_size=4,
         options=options or {},
@@ -317,6 +318,7 @@ def test_wrong_options_and_missing_samples_are_named():
             small_model(),
             None,
             scheme_named("W3A16"),
+            layers=LAYERS,
             calibration=[],
             batch_size=1,
             options={},

@@ -436,7 +436,8 @@ def test_pruning_and_rounding_go_together(tmp_path: Path) -> None:
 
     for options in ({}, {"weight_rule": "ternary"}, {"scheme": "W4A16_ASYM"}):
         model = tiny_llama()
-        from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+        from shardwright.ds_configs.quantization.combinations import changed
+        from shardwright.ds_configs.quantization.scheme import scheme_named
 
         name = options.pop("scheme", "W2A16")
         qat = QATCallback(changed(scheme_named(name), group_size=16), **options)

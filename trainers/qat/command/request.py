@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ....ds_configs.quantization.scheme import changed, scheme_named
+from ....ds_configs.quantization.combinations import changed
+from ....ds_configs.quantization.scheme import scheme_named
 from ....ds_configs.specs.errors import Fault, UsageError
 from ...runs.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
 from ..rounding.config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfig

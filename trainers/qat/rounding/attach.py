@@ -82,9 +82,11 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix=fix))
     found = dict(_roundable(model, config))
     layers = tuple(layer for layers in found.values() for layer in layers)
+    if faults := config.faults() or missing_package_faults():
+        raise UsageError(faults)
     scheme = _scheme_for(model, config, layers)
-    faults = config.faults() or missing_package_faults() or _model_faults(config, scheme, layers, found, model)
-    if faults:
+    chosen = selected_layers(scheme, layers)
+    if faults := _model_faults(config, scheme, chosen, found, model):
         raise UsageError(faults)
     kept = _dtype(config.stored_dtype) or stored_dtype or model.dtype
     routers = tuple(map(checkpoint_name, router_modules(model)))
@@ -94,7 +96,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         stored_dtype=kept,
         state=QuantizationState(),
         modules={},
-        layers=selected_layers(scheme, layers),
+        layers=chosen,
         lora_rank=_lora_rank(model),
     )
     _change_classes(model, attachment, found)
@@ -193,16 +195,16 @@ def _scheme_for(model: Any, config: QATConfig, layers: tuple[LinearLayer, ...]) 
 def _model_faults(
     config: QATConfig,
     scheme: QuantizationScheme,
-    layers: tuple[LinearLayer, ...],
+    chosen: tuple[LinearLayer, ...],
     found: Mapping[str, tuple[LinearLayer, ...]],
     model: Any,
 ) -> list[Fault]:
+    layers = [layer for layers in found.values() for layer in layers]
     if not layers:
         rule = "has no linear layers (GPT-2's Conv1D and layers that are quantized already cannot be trained)"
         return [Fault(where="model", value=type(model).__name__, rule=rule)]
-    faults = scheme_faults(scheme, layers) + expert_faults(expert_scheme(scheme), layers)
+    faults = scheme_faults(scheme, layers, chosen) + expert_faults(expert_scheme(scheme), chosen)
     faults += kv_cache_faults(model, config)
-    chosen = selected_layers(scheme, layers)
     if config.learns_scales and any(layer.is_expert for layer in chosen):
         rule = "are not learned for fused experts"
         faults.append(Fault(where="weight_rule", value="learned", rule=f"scales {rule}", fix="use minmax"))

@@ -13,10 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from saved_tensors import saved_storages
+from shardwright.ds_configs.quantization.combinations import changed
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.layers import LinearLayer, selected_layers
 from shardwright.ds_configs.quantization.mixtures import expert_scheme, mixture_quantization_config, mixture_remarks
-from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
+from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.compressed_tensors.codes import dequantize, pack_tensors
 from shardwright.trainers.qat.callback import QATCallback

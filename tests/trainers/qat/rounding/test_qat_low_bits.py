@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.quantization.scheme import WeightQuantization, changed, scheme_named
+from shardwright.ds_configs.quantization.combinations import changed
+from shardwright.ds_configs.quantization.scheme import WeightQuantization, scheme_named
 from shardwright.plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.rounding.rounding import WeightRounding, round_weight, weight_gradients
