@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
 from .sources import Row, parse_source, read_rows
+from .text import joined_pieces
 
 Kind = Literal["text", "messages", "prompt and completion"]
 Sample = dict[str, list[int]]
@@ -213,29 +214,19 @@ def _text_maker(tokenizer: Any, seq_len: int, packing: bool) -> _Maker:
 
     def make(rows: Sequence[Row]) -> tuple[list[Sample], _Dropped]:
         documents = ([*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for row in rows)
-        return list(_packed(documents, seq_len) if packing else _pieces(documents, seq_len)), _Dropped()
+        pieces = joined_pieces(documents, seq_len) if packing else _pieces(documents, seq_len)
+        # Samples own their labels, so that masking one leaves the tokens alone.
+        return [{"input_ids": tokens, "labels": list(tokens)} for tokens in pieces], _Dropped()
 
     return make
 
 
-def _packed(documents: Iterable[list[int]], seq_len: int) -> Iterable[Sample]:
-    """Samples own their labels, so that masking one leaves the tokens alone."""
-    waiting: list[int] = []
-    for document in documents:
-        waiting += document
-        whole = len(waiting) // seq_len * seq_len
-        for start in range(0, whole, seq_len):
-            tokens = waiting[start : start + seq_len]
-            yield {"input_ids": tokens, "labels": list(tokens)}
-        waiting = waiting[whole:]
-
-
-def _pieces(documents: Iterable[list[int]], seq_len: int) -> Iterable[Sample]:
+def _pieces(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
     for document in documents:
         for start in range(0, len(document), seq_len):
             tokens = document[start : start + seq_len]
             if len(tokens) > 1:
-                yield {"input_ids": tokens, "labels": list(tokens)}
+                yield tokens
 
 
 def _turn_maker(tokenizer: Any, seq_len: int, kind: Kind, source: str) -> _Maker:

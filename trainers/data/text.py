@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,20 @@ def pack(documents: Sequence[str], tokenizer: Any, seq_len: int) -> list[dict[st
     import torch
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    encoded = tokenizer(list(documents), add_special_tokens=False)["input_ids"]
-    tokens = [token for document in encoded for token in [*document, *end]]
-    samples = len(tokens) // seq_len
-    if samples == 0:
-        rule = f"the text has {len(tokens)} tokens, fewer than one sample"
+    encoded = [[*document, *end] for document in tokenizer(list(documents), add_special_tokens=False)["input_ids"]]
+    blocks = list(joined_pieces(encoded, seq_len))
+    if not blocks:
+        rule = f"the text has {sum(map(len, encoded))} tokens, fewer than one sample"
         raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="give more --text or lower --seq-len"))
-    blocks_NT = torch.tensor(tokens[: samples * seq_len]).view(samples, seq_len)
-    return [{"input_ids": block_T, "labels": block_T} for block_T in blocks_NT]
+    return [{"input_ids": block_T, "labels": block_T} for block_T in torch.tensor(blocks)]
+
+
+def joined_pieces(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
+    """Yield the joined tokens of documents in pieces of ``seq_len``; what is left at the end is left out."""
+    waiting: list[int] = []
+    for document in documents:
+        waiting += document
+        whole = len(waiting) // seq_len * seq_len
+        for start in range(0, whole, seq_len):
+            yield waiting[start : start + seq_len]
+        waiting = waiting[whole:]

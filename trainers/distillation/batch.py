@@ -5,7 +5,6 @@ Shapes: B samples, S positions, N rows that have a label.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -107,19 +106,6 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
 
 def _is_other(name: str) -> bool:
     return name.startswith(("teacher_", "alignment"))
-
-
-def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs that a model's forward takes, without a cache of keys and values.
-
-    With one, Transformers (5.17.0, masking_utils.py) does not look for packed documents in `position_ids`.
-    """
-    parameters = inspect.signature(type(model).forward).parameters
-    if "use_cache" in parameters:
-        inputs = {**inputs, "use_cache": False}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return inputs
-    return {name: value for name, value in inputs.items() if name in parameters}
 
 
 def global_weight(batches: list[dict[str, Any]], *, shifts: bool) -> torch.Tensor:

@@ -13,9 +13,8 @@ from transformers import Trainer
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...plugins.launching.notes import note
 from ..losses.contrastive import feature_loss, gather_rows, interactive_loss, similarity_loss, task_loss
-from ..losses.head_forward import replaced_forward
+from ..losses.head_forward import accepted_inputs, replaced_forward
 from ..losses.hidden_states import projectors
-from .batch import accepted
 from .projector_files import load_projectors, save_projectors
 
 ALIGNMENT = "distillation_alignment"
@@ -113,7 +112,7 @@ class CLIPDistillationTrainer(Trainer):
         """Return the weighted sum of all terms over the batch of all ranks."""
         inputs = {name: value for name, value in inputs.items() if name != "return_loss"}
         with torch.no_grad():
-            taught = self.teacher(**accepted(self.teacher, inputs))
+            taught = self.teacher(**accepted_inputs(self.teacher, inputs))
         inner = self.accelerator.unwrap_model(model)
         kept: dict[str, torch.Tensor] = {}
 
@@ -125,7 +124,7 @@ class CLIPDistillationTrainer(Trainer):
             return {"loss": loss, "logits_per_image": outputs.logits_per_image.detach()}
 
         with replaced_forward(inner, forward):
-            outputs = model(**accepted(inner, inputs))
+            outputs = model(**accepted_inputs(inner, inputs))
         self._record(kept, training=inner.training)
         loss = outputs["loss"]
         return (loss, outputs) if return_outputs else loss

@@ -12,9 +12,9 @@ from ...plugins.deepspeed.whole_sequence import own_shard, whole_sequences
 from ...plugins.transformers.attention_capture import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead
 from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
-from ..losses.head_forward import captured_head_input
+from ..losses.head_forward import accepted_inputs, captured_head_input
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets
-from .batch import DistillationBatch, accepted
+from .batch import DistillationBatch
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def ask(
     with ExitStack() as stack:
         kept = stack.enter_context(captured_head_input(teacher.model)) if fused else None
         attention = None if features is None else stack.enter_context(features.capture_teacher(teacher.model))
-        outputs = teacher(**accepted(teacher.model, inputs))
+        outputs = teacher(**accepted_inputs(teacher.model, inputs))
     hidden_NH = None
     if kept is not None:
         if not kept:
@@ -92,7 +92,7 @@ def ask_in_its_own_tokens(teacher: Teacher, batch: DistillationBatch) -> Lesson:
         rule = "batches lack the teacher's own tokens"
         raise UsageError(Fault(where="cross_tokenizer", rule=rule, fix="collate with CrossTokenizerCollator"))
     inputs = {"input_ids": others[TEACHER_IDS], "attention_mask": others[TEACHER_MASK]}
-    return Lesson(logits=teacher(**accepted(teacher.model, inputs)).logits)
+    return Lesson(logits=teacher(**accepted_inputs(teacher.model, inputs)).logits)
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:

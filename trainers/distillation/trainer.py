@@ -10,9 +10,9 @@ from transformers import Trainer
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
-from ..losses.head_forward import replaced_forward
+from ..losses.head_forward import accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
-from .batch import EXTRA_COLUMNS, DistillationBatch, accepted, global_weight, split_batch
+from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch
 from .config import DistillationConfig, OnPolicy
 from .on_policy import completed_batch, generate, is_generated, own_randomness, prompts_of
 from .projector_files import load_projectors, save_projectors, split_projectors
@@ -118,7 +118,7 @@ class DistillationTrainer(Trainer):
                 check_head=fused and not self._checked_head,
             )
             with replaced_forward(inner, step.forward):
-                outputs = model(**accepted(inner, batch.model_inputs))
+                outputs = model(**accepted_inputs(inner, batch.model_inputs))
         self._checked_head = self._checked_head or fused
         self._record(model, step.sums, num_items_in_batch)
         loss = step.exact_loss(outputs, times=self._added_ranks())

@@ -7,6 +7,7 @@ logits would. Nothing is patched beyond the call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -124,3 +125,16 @@ def captured_head_input(model: Any) -> Iterator[list[torch.Tensor]]:
 
     with replaced_forward(head, work):
         yield kept
+
+
+def accepted_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs that a model's forward takes, without a cache of keys and values.
+
+    With one, Transformers (5.17.0, masking_utils.py) does not look for packed documents in `position_ids`.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    if "use_cache" in parameters:
+        inputs = {**inputs, "use_cache": False}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return inputs
+    return {name: value for name, value in inputs.items() if name in parameters}

@@ -17,7 +17,8 @@ from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.engine import share_with_zero3
 from ...plugins.launching.notes import note
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
-from .rounding.attach import Attachment, attach, attachment_of
+from .rounding.attach import attach
+from .rounding.attachment import Attachment, attachment_of
 from .rounding.config import QATConfig
 from .training_checks import first_rank_loading_faults, foreign_optimizer_faults, training_faults
 

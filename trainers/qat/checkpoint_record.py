@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.specs.errors import Fault, UsageError
 
 if TYPE_CHECKING:
-    from .rounding.attach import Attachment
+    from .rounding.attachment import Attachment
 
 _COMPARED = ("weight_rule", "lora", "kv_cache")
 """Settings that change the numbers of the checkpoint; schedules may be changed when a run goes on."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..data.chat import IGNORED_LABEL
-from .rounding.attach import Attachment, attachment_of, fake_quantization_disabled
+from .rounding.attachment import Attachment, attachment_of, fake_quantization_disabled
 
 DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"
 """Names in the Trainer's log, which checkpoints keep: a resumed run has them from its first part."""

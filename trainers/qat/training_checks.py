@@ -8,7 +8,7 @@ from ...ds_configs.specs.errors import Fault
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 
 if TYPE_CHECKING:
-    from .rounding.attach import Attachment
+    from .rounding.attachment import Attachment
 
 
 def training_faults(attachment: Attachment, arguments: Any, steps: int, optimizer: Any) -> list[Fault]:

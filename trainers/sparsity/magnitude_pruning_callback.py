@@ -131,7 +131,7 @@ class MagnitudePruningCallback(TrainerCallback):
         return layers
 
     def _run_faults(self, args: Any, state: Any, model: Any) -> Iterator[Fault]:
-        from ..qat.rounding.attach import attachment_of
+        from ..qat.rounding.attachment import attachment_of
 
         end = self.schedule.end_step
         if end > state.max_steps:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...losses.head_forward import captured_head_input
-from ..batch import accepted
+from ...losses.head_forward import accepted_inputs, captured_head_input
 from .cache_format import Answers, RecordFormat, encode
 from .teacher_cache import (
     MANIFEST,
@@ -228,7 +227,7 @@ def teacher_answers(
     lengths_B = torch.tensor([len(ids) for ids in samples], device=device)
     mask_BS = torch.arange(longest, device=device) < lengths_B[:, None]
     with torch.no_grad(), captured_head_input(teacher.model) as kept:
-        teacher(**accepted(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
+        teacher(**accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
     if not kept:
         rule = "its forward does not call its output embeddings as a module, whose input is cached"
         raise UsageError(Fault(where=f"teacher {type(teacher.model).__name__}", rule=rule, fix="use a live teacher"))

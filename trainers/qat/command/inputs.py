@@ -41,7 +41,7 @@ from .request import (
 from .run_report import file_names
 
 if TYPE_CHECKING:
-    from ..rounding.attach import Attachment
+    from ..rounding.attachment import Attachment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

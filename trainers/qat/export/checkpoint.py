@@ -20,7 +20,7 @@ from ....plugins.deepspeed.gathering import first_rank, training_device
 from ....plugins.transformers.checkpoint_model import model_class
 from ...formats.model_directory import appearing_directory, output_faults
 from ...verify.checkpoint import Verification, fail_output
-from ..rounding.attach import Attachment
+from ..rounding.attachment import Attachment
 from ..rounding.kv_cache import PARTS, kv_cache_scheme
 from .files import write_adapter, write_companions, write_config, write_report, write_weights
 from .tensors import (

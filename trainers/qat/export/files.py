@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..rounding.attach import Attachment
+    from ..rounding.attachment import Attachment
 
 REPORT = "qat_report.json"
 ADAPTER = "adapter"

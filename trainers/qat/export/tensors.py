@@ -13,7 +13,7 @@ from ....plugins.compressed_tensors.codes import StoredLayer, pack_tensors
 from ....plugins.deepspeed.gathering import gathered_parameters, training_device
 from ....plugins.llm_compressor.experts import router_modules
 from ....plugins.transformers.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
-from ..rounding.attach import Attachment, checkpoint_name
+from ..rounding.attachment import Attachment, checkpoint_name
 from ..rounding.experts import expert_linear_layers, is_fused_experts
 from ..rounding.fake_quantized_linear import merged_weight
 from ..rounding.kv_cache import PARTS, kv_cache_tensors

@@ -19,9 +19,9 @@ from ....plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack
 from ....plugins.compressed_tensors.layout import layout_faults
 from ....plugins.transformers.checkpoint_model import empty_model, model_class, plain_linear
 from ...verify.checkpoint import UNPROVEN, ReferenceLogits, Verification, reference_logits, verify_checkpoint
-from ..rounding.attach import Attachment
+from ..rounding.attachment import Attachment, QuantizationState
 from ..rounding.experts import fake_quantize_experts, is_fused_experts
-from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer
 from ..rounding.rounding import round_weight
 from .tensors import Collected, forward_weight, module_names, plain_name, quantizer_of
 

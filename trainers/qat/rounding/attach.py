@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
@@ -14,54 +12,20 @@ from ....ds_configs.quantization.mixtures import expert_scheme
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.llm_compressor.experts import expert_faults, router_modules, router_patterns
+from .attachment import ATTRIBUTE, Attachment, QuantizationState, checkpoint_name
 from .config import QATConfig
 from .experts import expert_linear_layers, experts_faults, fake_quantize_experts, is_fused_experts
 from .input_ranges import InputRange
 from .kv_cache import attach_kv_cache, kv_cache_faults
-from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer
 from .learned_scales import add_learned_scales
 from .lora import is_lora_linear, lora_faults, make_fake_quantized
 
 if TYPE_CHECKING:
     import torch
 
-_ATTRIBUTE = "quantization_attachment"
 _PEFT_PARTS = (".lora_", ".original_module")
 """Linear layers of adapters, and those that a trained copy has taken the place of."""
-
-
-@dataclass(kw_only=True)
-class Attachment:
-    """What was put into a model."""
-
-    config: QATConfig
-    """What was asked for."""
-    scheme: QuantizationScheme
-    """The numbers of the checkpoint, with all that this model leaves out in `ignore`."""
-    stored_dtype: torch.dtype
-    """Type of scales and of everything that is not quantized in the checkpoint."""
-    state: QuantizationState
-    """Where training stands."""
-    modules: dict[str, Any]
-    """Modules that round, by their names in the model."""
-    layers: tuple[LinearLayer, ...]
-    """Matrices that are rounded, by their names in the checkpoint."""
-    lora_rank: int | None = None
-    """Rank of the adapter that is trained; `None` without one."""
-    ranges: dict[str, InputRange] = field(default_factory=dict)
-    """Stored ranges by the name of the matrix, or of a cache's scale; empty unless the scheme or the cache has them."""
-
-    def quantizers(self) -> Iterator[LayerQuantizer]:
-        """Yield how each matrix is rounded."""
-        for module in self.modules.values():
-            found = getattr(module, "quantizers", None)
-            yield from found.values() if found is not None else (module.quantizer,)
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters that were added, which the optimizer must know."""
-        found = (getattr(module, name, None) for module in self.modules.values() for name in LEARNED)
-        return [parameter for parameter in found if parameter is not None]
 
 
 def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = None) -> Attachment:
@@ -103,7 +67,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     attach_kv_cache(model, attachment)
     add_learned_scales(attachment)
     model.register_load_state_dict_pre_hook(_refuse_foreign_scales)
-    setattr(model, _ATTRIBUTE, attachment)
+    setattr(model, ATTRIBUTE, attachment)
     return attachment
 
 
@@ -113,40 +77,6 @@ def missing_package_faults() -> list[Fault]:
         return []
     rule = "is not installed, and packs the checkpoint"
     return [Fault(where="compressed-tensors", rule=rule, fix="install the extra too: pip install '.[quantize]'")]
-
-
-def attachment_of(model: Any) -> Attachment | None:
-    """Return what `attach` put into a model, looked for through the wrappers of DDP, DeepSpeed and `torch.compile`."""
-    import torch
-
-    while model is not None:
-        found: Attachment | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-        if found is not None:
-            return found
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        model = inner if isinstance(inner, torch.nn.Module) else None
-    return None
-
-
-@contextmanager
-def fake_quantization_disabled(model: Any) -> Iterator[None]:
-    """Let a model compute in full precision, as for a teacher's answers or a dense evaluation."""
-    attachment = attachment_of(model)
-    assert attachment is not None, "nothing was attached to this model"
-    state = attachment.state
-    before, state.enabled = state.enabled, False
-    try:
-        yield
-    finally:
-        state.enabled = before
-
-
-def checkpoint_name(name: str) -> str:
-    """Return a module's name without what PEFT, `torch.compile` and activation checkpointing put into it."""
-    plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-    for wrapper in ("._orig_mod", "._checkpoint_wrapped_module"):
-        plain = plain.replace(wrapper, "")
-    return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
 
 
 def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:

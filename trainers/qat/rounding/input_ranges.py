@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .attach import Attachment
+    from .attachment import Attachment
     from .config import InputRanges
 
 _WAYS = (

@@ -21,15 +21,15 @@ from ....plugins.compressed_tensors.quantized_cache import (
     change_keys_and_values,
     float8_values,
 )
+from .attachment import checkpoint_name
 from .input_ranges import InputRange
 from .rounding import round_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .attach import Attachment
+    from .attachment import Attachment, QuantizationState
     from .config import KvCacheNumbers, QATConfig
-    from .layers import QuantizationState
 
 PARTS = ("k_scale", "v_scale")
 """Tensors that a checkpoint holds for each attention module: of keys, and of values."""
@@ -96,8 +96,6 @@ def attach_kv_cache(model: Any, attachment: Attachment) -> None:
         model: Transformers model.
         attachment: Of a configuration that names `kv_cache`; nothing is done otherwise.
     """
-    from .attach import checkpoint_name
-
     config = attachment.config
     if config.kv_cache is None:
         return

@@ -16,31 +16,13 @@ from .rounding import WeightRounding, WeightRule, round_weight, stored_scale, st
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .attachment import QuantizationState
     from .input_ranges import InputRange
 
 WEIGHT_SCALE, WEIGHT_ZERO_POINT = "learned_weight_scale", "learned_weight_zero_point"
 INPUT_SCALE, INPUT_ZERO_POINT = "learned_input_scale", "learned_input_zero_point"
 LEARNED = (WEIGHT_SCALE, WEIGHT_ZERO_POINT, INPUT_SCALE, INPUT_ZERO_POINT)
 """Names of the parameters that a layer gets where scales are learned."""
-
-
-@dataclass(kw_only=True, slots=True)
-class QuantizationState:
-    """Where quantization-aware training stands; one object for all layers of a model."""
-
-    enabled: bool = False
-    """Whether forward passes round."""
-    bits: int | None = None
-    """Bits of a weight at this step; `None`: those of the scheme."""
-    observing: bool = False
-    """Whether training forward passes widen or move the ranges of activations."""
-    trained_steps: int = 0
-    """Optimizer steps that were taken with rounded numbers at the scheme's own bits."""
-
-    @property
-    def was_enabled(self) -> bool:
-        """Whether the model was trained with the numbers that are exported."""
-        return self.trained_steps > 0
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .attach import Attachment
+    from .attachment import Attachment
 
 
 def add_learned_scales(attachment: Attachment) -> None:

@@ -13,7 +13,7 @@ from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 
 if TYPE_CHECKING:
-    from .attach import Attachment
+    from .attachment import Attachment
 
 FORMAT, VERSION = "shardwright-activation-ranges", "1"
 _SHOWN = 8

@@ -17,7 +17,7 @@ from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.export import checkpoint as export_module
 from shardwright.trainers.qat.export import files as export_files
 from shardwright.trainers.qat.export.checkpoint import export
-from shardwright.trainers.qat.rounding.attach import attachment_of
+from shardwright.trainers.qat.rounding.attachment import attachment_of
 from shardwright.trainers.verify import checkpoint as verify
 from shardwright.trainers.verify import reload_worker
 from transformers import (

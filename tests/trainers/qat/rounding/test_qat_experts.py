@@ -22,6 +22,7 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.compressed_tensors.codes import dequantize, pack_tensors
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.attachment import QuantizationState
 from shardwright.trainers.qat.rounding.config import QATConfig
 from shardwright.trainers.qat.rounding.experts import (
     expert_linear_layers,
@@ -29,7 +30,7 @@ from shardwright.trainers.qat.rounding.experts import (
     fake_quantize_experts,
     is_fused_experts,
 )
-from shardwright.trainers.qat.rounding.layers import LayerQuantizer, QuantizationState
+from shardwright.trainers.qat.rounding.layers import LayerQuantizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts

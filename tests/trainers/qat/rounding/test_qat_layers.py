@@ -15,9 +15,10 @@ from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from shardwright.plugins.compressed_tensors.codes import dequantize
 from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.attachment import QuantizationState
 from shardwright.trainers.qat.rounding.config import QATConfig
 from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.rounding.layers import FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from shardwright.trainers.qat.rounding.layers import FakeQuantizedLinear, LayerQuantizer
 from shardwright.trainers.qat.rounding.rounding import round_weight
 from small_models import llama
 
