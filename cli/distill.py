@@ -57,21 +57,21 @@ def distill_command(
         Directory that cache-teacher wrote; no teacher runs while the student trains.
     """
     given = locals() | vars(flags)
-    from ..trainers.distillation.command.run import distill
     from ..trainers.distillation.command.run_files import DistillSettings
-    from ..trainers.distillation.command.run_inputs import prepare
+    from ..trainers.distillation.command.run_inputs import prepare_distillation
+    from ..trainers.runs.run import run_training
 
     settings = resolve_model(DistillSettings, given, file=flags.config, environment=ENVIRONMENT)
     output_dir, as_json = flags.output_dir, flags.format == "json"
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
-        prepared = prepare(settings, teacher, student, output_dir, notify=note, **flags.how)
+        prepared = prepare_distillation(settings, teacher, student, output_dir, notify=note, **flags.how)
     if flags.dry_run:
         files = [output_dir / name for name in prepared.file_names]
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json)
         return 0
     with redirect_stdout(sys.stderr), progress_on_stderr() as on_step:
-        outcome = distill(prepared, output_dir, resume=flags.resume, notify=note, on_step=on_step)
+        outcome = run_training(prepared, output_dir, resume=flags.resume, notify=note, on_step=on_step)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from ..ds_configs.specs.errors import Fault, UsageError
+from ..trainers.runs.settings import Settings, validated
 from .settings import ENVIRONMENT_PREFIX
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-Settings = TypeVar("Settings", bound="BaseModel")
 
 
 def resolve_model(
@@ -36,8 +30,6 @@ def resolve_model(
     Raises:
         UsageError: unknown keys or values that are not allowed, all together.
     """
-    from pydantic import ValidationError
-
     merged: dict[str, Any] = {}
     everywhere: set[str] = set()
     if file is not None:
@@ -50,19 +42,6 @@ def resolve_model(
             everywhere |= {name} - merged.keys()
             merged[name] = int(text) if name == "seed" and text.isdecimal() else text
     stated = {name: flags[name] for name in kind.model_fields if flags.get(name) is not None}
-    try:
-        found = kind.model_validate(merged | stated)
-    except ValidationError as error:
-        # A field that takes a number or a word fails once for each kind.
-        faults = {detail["loc"][0]: _fault(kind, detail) for detail in reversed(error.errors())}
-        raise UsageError(list(reversed(faults.values()))) from None
+    found = validated(kind, merged | stated)
     found.model_fields_set.difference_update(everywhere - stated.keys())
     return found
-
-
-def _fault(kind: type[BaseModel], detail: Mapping[str, Any]) -> Fault:
-    name = str(detail["loc"][0])
-    if detail["type"] == "extra_forbidden":
-        near = get_close_matches(name, list(kind.model_fields), n=1, cutoff=0.5)
-        return Fault(where=name, rule="is not a setting", fix=f"did you mean {near[0]}?" if near else "")
-    return Fault(where=name, value=detail["input"], rule=str(detail["msg"]).lower())

@@ -18,7 +18,7 @@ from .training_flags import ENVIRONMENT, TrainingFlags
 from .training_shown import note, progress_on_stderr, show_dry_run
 
 if TYPE_CHECKING:
-    from ..trainers.qat.command.inputs import Prepared
+    from ..trainers.qat.command.inputs import PreparedQAT
     from ..trainers.qat.command.run_report import Outcome
 
 
@@ -82,20 +82,20 @@ def qat_command(
     given = locals() | vars(flags)
     if flags.config is not None:
         _refuse_removed_blocks(flags.config)
-    from ..trainers.qat.command.inputs import prepare
+    from ..trainers.qat.command.inputs import prepare_qat
     from ..trainers.qat.command.request import QATSettings
-    from ..trainers.qat.command.run import run_qat
+    from ..trainers.runs.run import run_training
 
     settings = resolve_model(QATSettings, given, file=flags.config, environment=ENVIRONMENT)
     output_dir, as_json = flags.output_dir, flags.format == "json"
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
-        prepared = prepare(settings, model, output_dir, notify=note, **flags.how)
+        prepared = prepare_qat(settings, model, output_dir, notify=note, **flags.how)
     if flags.dry_run:
         _show_prepared(prepared, output_dir, as_json=as_json)
         return 0
     with redirect_stdout(sys.stderr), progress_on_stderr() as on_step:
-        outcome = run_qat(prepared, output_dir, resume=flags.resume, notify=note, on_step=on_step)
+        outcome = run_training(prepared, output_dir, resume=flags.resume, notify=note, on_step=on_step)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:
@@ -122,7 +122,7 @@ def _refuse_removed_blocks(file: Path) -> None:
     raise UsageError(Fault(where="config", value=str(file), rule=rule, fix=message(stated)))
 
 
-def _show_prepared(prepared: Prepared, output_dir: Path, *, as_json: bool) -> None:
+def _show_prepared(prepared: PreparedQAT, output_dir: Path, *, as_json: bool) -> None:
     scheme, calibrates = prepared.config.rounded_scheme, prepared.needs_calibration
     more: dict[str, Any] = {
         "scheme": f"{scheme.name}, {scheme.format}",

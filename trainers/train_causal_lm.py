@@ -24,6 +24,7 @@ from ..ds_configs.plan.plan import Plan
 from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ..plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ..plugins.deepspeed.engine import prepare_nvme_offload
+from ..plugins.launching.elastic import recorded
 from ..plugins.peft.lora import add_lora
 from ..plugins.transformers.training_arguments import (
     check_liger_kernel,
@@ -195,7 +196,7 @@ def _check_world_size(world_size: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
-        train(parse_flags(sys.argv[1:] if argv is None else argv))
+        recorded(lambda: train(parse_flags(sys.argv[1:] if argv is None else argv)))()
     except ShardwrightError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from ...ds_configs.specs.errors import ShardwrightError
+from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
 TAIL_CHARACTERS = 6000
@@ -36,15 +37,6 @@ _OTHERS_END_SECONDS = 5.0
 """What the other launchers of a job get to report, after one has failed: theirs may be the cause."""
 
 _TOKEN = "SHARDWRIGHT_LAUNCH_TOKEN"  # noqa: S105
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*")
-_LAUNCHER_ERRORS = ("ChildFailedError", "SignalException")
-_DEAD_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*: -(\d+) ")
-_LAUNCHERS: Mapping[str, tuple[str, ...]] = {
-    "accelerate": ("-m", "accelerate.commands.accelerate_cli"),
-    "torchrun": ("-m", "torch.distributed.run"),
-    "python": (),
-}
 _OUTER_LAUNCH = re.compile(
     r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|LOCAL_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT)$"
     r"|(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC|TORCHRUN)_"
@@ -53,19 +45,17 @@ _OUTER_LAUNCH = re.compile(
 
 
 class LaunchFailedError(ShardwrightError):
-    """A launch ended with an error or ran out of time."""
+    """A launch ended with an error or ran out of time; says which rank was the cause, where ranks record that."""
 
-    def __init__(self, message: str, *, output: str, exit_code: int | None) -> None:
+    def __init__(
+        self, ending: str, *, output: str, launcher_exit_code: int | None, failures: Sequence[RankFailure] = ()
+    ) -> None:
+        message, self.exit_code = first_cause(failures) or (f"{ending}\n{output[-TAIL_CHARACTERS:]}", 1)
         super().__init__(message)
         self.output = output
         """What all launchers and ranks printed."""
-        self.launcher_exit_code = exit_code
+        self.launcher_exit_code = launcher_exit_code
         """Exit code of the launcher that failed first; `None` when it was stopped for time."""
-
-    @property
-    def dead_ranks(self) -> tuple[tuple[int, str], ...]:
-        """Ranks that a signal ended before the launcher ended the others, with the signal's name."""
-        return killed_ranks(self.output)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +79,11 @@ def python_arguments(command: Sequence[str]) -> tuple[str, ...]:
     """Return the arguments with which `interpreter` runs a command that starts with `accelerate` or `torchrun`.
 
     >>> python_arguments(["torchrun", "script.py"])
-    ('-m', 'torch.distributed.run', 'script.py')
+    ('-m', 'shardwright.plugins.launching.elastic', 'torchrun', 'script.py')
     """
-    return (*_LAUNCHERS[command[0]], *command[1:])
+    if command[0] == "python":
+        return tuple(command[1:])
+    return ("-m", f"{__package__}.elastic", *command)
 
 
 def at_free_port(command: Sequence[str]) -> tuple[list[str], int | None]:
@@ -141,8 +133,8 @@ def run(
     `port` is where ranks meet that DeepSpeed may give shared memory.
 
     Raises:
-        LaunchFailedError: It failed, or it was stopped after ``timeout_seconds``; the message ends with the
-            traceback of the rank that failed first.
+        LaunchFailedError: It failed, or it was stopped after ``timeout_seconds``; says what the rank that failed first
+            recorded, else ends with what was printed last.
     """
     launch = Launch(arguments=tuple(arguments), environment=environment, port=port)
     return run_together([launch], timeout_seconds=timeout_seconds, on_line=on_line)
@@ -171,11 +163,12 @@ def run_together(
             for port in ports:
                 remove_buffers(port)
         text = "".join(started.text() for started in running)
+        failures = [failure for started in running for failure in read_failures(started.error_file)]
     if failed is None:
         return text
     ending = f"stopped after {timeout_seconds:g} s" if code is None else f"exit code {code}"
     command = " ".join([interpreter(), *failed.arguments])
-    raise LaunchFailedError(f"{command}: {ending}\n{first_traceback(text)}", output=text, exit_code=code)
+    raise LaunchFailedError(f"{command}: {ending}", output=text, launcher_exit_code=code, failures=failures)
 
 
 class _Running:
@@ -184,6 +177,7 @@ class _Running:
     def __init__(self, launch: Launch, log: Path, token: str) -> None:
         self.launch = launch
         self._log = log
+        self.error_file = log.with_suffix(".json")
         self._position = 0
         self._rest = ""
         with log.open("wb") as output:
@@ -192,7 +186,12 @@ class _Running:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**cpu_rank_environment(), **(launch.environment or {}), _TOKEN: token},
+                env={
+                    **cpu_rank_environment(),
+                    **(launch.environment or {}),
+                    _TOKEN: token,
+                    ERROR_FILE: str(self.error_file),
+                },
                 preexec_fn=_end_with_parent(),
             )
 
@@ -254,32 +253,6 @@ def cpu_rank_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def first_traceback(text: str) -> str:
-    """Return the first traceback in ``text``, without the launcher's own; the end of ``text`` when there is none."""
-    text = _RANK_PREFIX.sub("", text)
-    found = [match.group() for match in _TRACEBACK.finditer(text)]
-    found = [traceback for traceback in found if not any(error in traceback for error in _LAUNCHER_ERRORS)]
-    return found[0] if found else text[-TAIL_CHARACTERS:]
-
-
-def killed_ranks(text: str) -> tuple[tuple[int, str], ...]:
-    """Return the ranks that torchrun's summary says a signal ended; not those that torchrun ended with SIGTERM.
-
-    >>> killed_ranks("  rank      : 1 (local_rank: 1)\\n  exitcode  : -9 (pid: 4711)\\n")
-    ((1, 'SIGKILL'),)
-    """
-    found = {int(rank): int(number) for rank, number in _DEAD_RANK.findall(text)}
-    return tuple((rank, signal_name(number)) for rank, number in sorted(found.items()) if number != signal.SIGTERM)
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number where it has none here."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def free_port() -> int:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from shardwright.plugins.deepspeed.compiled_operators import StaleLockError, prepare_operators, stale_locks
+from shardwright.plugins.launching.elastic import RankFailure, first_cause
 from shardwright.plugins.launching.launch import (
     Launch,
     LaunchFailedError,
-    first_traceback,
-    killed_ranks,
+    run,
     run_together,
     torchrun,
 )
@@ -33,6 +34,8 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
         "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\n"
         "time.sleep(600)\n"
     )
+    # The first warm process of a session waits for the server's imports.
+    run(["-c", ""], timeout_seconds=120)
     started = time.monotonic()
     with pytest.raises(LaunchFailedError, match="stopped after 8 s"):
         torchrun([str(script), str(tmp_path)], timeout_seconds=8)
@@ -49,19 +52,55 @@ def test_a_failing_rank_shows_its_traceback(cold: None, tmp_path: Path) -> None:
         torchrun([str(script)], timeout_seconds=60)
 
 
-def test_the_first_traceback_is_the_ranks_and_not_the_launchers() -> None:
-    text = (
-        "noise\n[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a.py', line 1\n[rank1]: ValueError: a\n"
-        "Traceback (most recent call last):\n  File 'run.py', line 2\nChildFailedError: b\n"
-    )
-    shown = first_traceback(text)
-    assert shown == "Traceback (most recent call last):\n  File 'a.py', line 1\nValueError: a"
+def test_the_first_exception_is_the_cause_unless_a_signal_killed_a_rank() -> None:
+    known = RankFailure(rank=1, message="labels: masked", exit_code=2, seconds=2.0)
+    later = RankFailure(rank=0, message="RuntimeError: gloo", traceback="Traceback ...\n", seconds=3.0)
+    killed = RankFailure(rank=3, message="", signal="SIGKILL")
+    assert first_cause([]) is None
+    assert first_cause([later, known]) == ("rank 1: labels: masked", 2)
+    assert first_cause([later]) == ("rank 0: RuntimeError: gloo\nTraceback ...", 1)
+    message, code = first_cause([later, killed]) or ("", 0)
+    assert message.startswith("rank 3 was killed by SIGKILL (the kernel does so when memory runs out)") and code == 1
 
 
-def test_a_rank_that_a_signal_ended_is_named_and_those_that_the_launcher_ended_are_not() -> None:
-    summary = "  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: 4711)\n"
-    text = summary.format(0, -15) + summary.format(3, -9) + summary.format(1, 1)
-    assert killed_ranks(text) == ((3, "SIGKILL"),)
+RANKS = """
+import os, signal, time
+from shardwright.ds_configs.specs.errors import Fault, UsageError
+from shardwright.plugins.launching.elastic import recorded
+
+def work():
+    if os.environ["RANK"] == "0":
+        time.sleep(600)
+    if os.environ["HOW"] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["HOW"] == "known":
+        raise UsageError(Fault(where="labels", rule="are all masked"))
+    {}["weight"]
+
+recorded(work)()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("how", "said", "code"),
+    [
+        ("known", r"^rank 1: labels: are all masked$", 2),
+        ("unknown", r"(?s)^rank 1: KeyError: 'weight'\nTraceback.*in work.*KeyError: 'weight'$", 1),
+        ("killed", r"^rank 1 was killed by SIGKILL \(.*\); the other ranks were ended$", 1),
+    ],
+)
+def test_ranks_record_why_they_fail_and_the_launcher_passes_it_on(
+    how: str, said: str, code: int, tmp_path: Path
+) -> None:
+    """Rank 0 is ended by the launcher, and is no cause; nothing is left of torchrun's own directories."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    left = set(Path(tempfile.gettempdir()).iterdir())
+    with pytest.raises(LaunchFailedError, match=said) as caught:
+        torchrun([str(script)], timeout_seconds=60, environment={"HOW": how})
+    assert (caught.value.exit_code, caught.value.launcher_exit_code) == (code, 1)
+    assert set(Path(tempfile.gettempdir()).iterdir()) == left
 
 
 @pytest.mark.distributed

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.launching.launch import cpu_rank_environment, first_traceback, signal_name
+from shardwright.plugins.launching.elastic import signal_name
+from shardwright.plugins.launching.launch import TAIL_CHARACTERS, cpu_rank_environment
 from shardwright.plugins.launching.shared_memory import remove_buffers
 
 from warm_ranks.on_demand import OnDemand
@@ -37,7 +38,7 @@ class RanksFailedError(AssertionError):
     """A rank failed, was killed, or the group ran out of time; the message has its traceback."""
 
     def __init__(self, message: str, *, output: str) -> None:
-        super().__init__(f"{message}\n{first_traceback(output)}")
+        super().__init__(f"{message}\n{output[-TAIL_CHARACTERS:]}")
         self.output = output
         """What all ranks printed."""
 
@@ -118,8 +119,8 @@ def run_ranks(
         if failed is not None:
             status = ended[failed]
             how = f"was killed by {signal_name(-status)}" if status < 0 else f"failed with exit code {status}"
-            first = logs[failed].read_text(encoding="utf-8", errors="replace")
-            raise RanksFailedError(f"rank {failed} of {ranks} {how}: {' '.join(command)}", output=first + output)
+            last = logs[failed].read_text(encoding="utf-8", errors="replace")
+            raise RanksFailedError(f"rank {failed} of {ranks} {how}: {' '.join(command)}", output=output + last)
         if len(ended) < ranks:
             message = f"{ranks - len(ended)} of {ranks} ranks were stopped after {timeout_seconds:g} s"
             raise RanksFailedError(f"{message}: {' '.join(command)}", output=output)

@@ -52,6 +52,7 @@ PRELOADED = (
     "shardwright.plugins.planning.from_names",
     "shardwright.trainers.rehearsal.rehearse",
     "shardwright.trainers.rehearsal.worker",
+    "torch.distributed.elastic.multiprocessing.errors",
 )
 """What ranks, launchers and commands import before they do anything."""
 ENVIRONMENT = {

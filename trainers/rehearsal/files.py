@@ -26,7 +26,7 @@ from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.stages import PipelineStage
 from ...ds_configs.specs.strategy import Strategy
 from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed, cpu_model
-from .worker import WorkerJob
+from .worker import RehearsalJob
 
 MOST_RANKS = 64
 """Beyond this many ranks no smallest legal count is looked for."""
@@ -73,7 +73,7 @@ class Rehearsed:
     """`accelerate.yaml` to launch with."""
     deepspeed: dict[str, Any] | None
     """`ds_config.json` to launch with; `None` without DeepSpeed."""
-    worker: WorkerJob
+    worker: RehearsalJob
     """What the ranks read."""
     changes: tuple[Change, ...]
     """Every value that differs from the plan's."""
@@ -185,11 +185,11 @@ def _worker_job(
     *,
     ranks: int,
     steps: int,
-) -> tuple[WorkerJob, tuple[Change, ...]]:
+) -> tuple[RehearsalJob, tuple[Change, ...]]:
     scaled, changes = shrink_training_arguments(files.arguments, strategy=strategy)
     save_step = steps // 2
     arguments, cpu_changes = cpu_arguments(scaled, steps=steps, save_step=save_step)
-    worker = WorkerJob(
+    worker = RehearsalJob(
         training_arguments=arguments,
         seq_len=job.seq_len_tokens,
         samples=strategy.micro_batch_size * strategy.gradient_accumulation_steps * ranks * steps,
@@ -199,7 +199,6 @@ def _worker_job(
         method=job.method,
         lora_rank=job.lora_rank,
         lora_targets=",".join(job.lora_targets),
-        text_tokens=False,
         axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
         stages=tuple(asdict(stage) for stage in stages),
     )
@@ -229,12 +228,10 @@ def _job(plan: Plan, strategy: Strategy) -> tuple[TrainingJob, tuple[Change, ...
 
 
 def write_rehearsal(rehearsed: Rehearsed, work: Path, text: bytes | None) -> None:
-    """Write what the launchers and ranks read; with text the ranks train on its bytes."""
-    worker = replace(rehearsed.worker, text_tokens=text is not None)
+    """Write what the launchers and ranks read, but for the job; with text the ranks train on its bytes."""
     if text is not None:
         (work / "tokens.bin").write_bytes(text)
     (work / "nvme").mkdir()
-    (work / "job.json").write_text(json.dumps(asdict(worker)), encoding="utf-8")
     accelerate = yaml.safe_dump(rehearsed.accelerate, sort_keys=False)
     (work / "accelerate.yaml").write_text(accelerate, encoding="utf-8")
     if rehearsed.deepspeed is not None:

@@ -9,16 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-import time
-import traceback
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ...ds_configs.specs.errors import ShardwrightError
+from pydantic import Field
+
 from ...ds_configs.specs.stages import PipelineStage
 from ...ds_configs.specs.strategy import Strategy
 from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -31,45 +27,37 @@ from ...plugins.transformers.training_arguments import (
     weights_dtype,
 )
 from ..parallel.trainer_for import engine_logits, parallelism_of
+from ..runs.ranks import progress_callback, run_rank, write_json
+from ..runs.settings import RankJob
 from ..runs.steps import StepLosses, chosen_engine
 
-PROGRESS = "shardwright-rehearsal: "
-"""Begins a line of rank 0 that tells how far it is, as JSON."""
 DISTINCT_TOKENS = 16
 PROBE_SEED = 7
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerJob:
-    """What every rank needs to know, as it stands in `job.json`."""
+class RehearsalJob(RankJob):
+    """What every rank needs to know; the training arguments are scaled."""
 
-    training_arguments: dict[str, Any]
-    """Keys of `TrainingArguments`, scaled."""
-    seq_len: int
-    """Tokens of one sample."""
-    samples: int
-    """Samples that the steps of all ranks need."""
-    steps: int
-    """Optimizer steps."""
-    save_step: int
-    """Step after which the checkpoint is saved that the second launch resumes from."""
-    precision: str
-    """`bf16` or `fp32`."""
-    method: str
-    """`full` or `lora`."""
-    lora_rank: int
-    """Rank of the adapters; unused with `full`."""
-    lora_targets: str
-    """Modules to adapt, separated by commas; unused with `full`."""
-    text_tokens: bool
-    """Whether `tokens.bin` holds the user's text as bytes; synthetic tokens otherwise."""
-    axes: dict[str, Any] = field(default_factory=dict)
-    """Ranks of every axis beyond data parallelism, by its field in `Strategy`."""
-    stages: tuple[dict[str, Any], ...] = ()
-    """Fields of the `PipelineStage`s; none without a pipeline."""
+    stage: Literal["train", "resume"] = Field(default="train", description="which of the two launches this is")
+    seq_len: int = Field(description="tokens of one sample")
+    samples: int = Field(description="samples that the steps of all ranks need")
+    steps: int = Field(description="optimizer steps")
+    save_step: int = Field(description="step whose checkpoint the second launch resumes from")
+    precision: str = Field(description="bf16 or fp32")
+    method: str = Field(description="full or lora")
+    lora_rank: int = Field(description="rank of the adapters; unused with full")
+    lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
+    text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
+    axes: dict[str, Any] = Field(description="ranks of every axis beyond data parallelism, by its field in Strategy")
+    stages: tuple[dict[str, Any], ...] = Field(description="fields of the PipelineStages; none without a pipeline")
 
 
-def train(job: WorkerJob, work: Path) -> None:
+def rehearse_rank(job: RehearsalJob, work: Path) -> None:
+    """Run one of the two launches on this rank."""
+    {"train": train, "resume": resume}[job.stage](job, work)
+
+
+def train(job: RehearsalJob, work: Path) -> None:
     """Train, let every rank compute the same batch, export the model, and write what was seen."""
     from ...plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
     from ...plugins.metering.byte_meter import start_meter
@@ -78,7 +66,7 @@ def train(job: WorkerJob, work: Path) -> None:
     arguments = _arguments(job, work)
     prepare_model_directory_save(arguments)
     with start_meter() as meter:
-        trainer, recorder = _trainer(job, work, arguments, "train")
+        trainer, recorder = _trainer(job, work, arguments)
         (meter_pipeline_trainer if job.stages else meter_trainer)(trainer, meter)
         trainer.train()
         reading = meter.reading()
@@ -94,10 +82,10 @@ def train(job: WorkerJob, work: Path) -> None:
         "probe_digest": hashlib.sha256(logits_BTV.numpy().tobytes()).hexdigest(),
         "roles": reading.roles,
     }
-    _write_json(record, work / f"train-rank{arguments.process_index}.json")
+    write_json(record, work / f"train-rank{arguments.process_index}.json")
 
 
-def resume(job: WorkerJob, work: Path) -> None:
+def resume(job: RehearsalJob, work: Path) -> None:
     """Load the export as a user would, before the engine exists; then resume from the middle checkpoint."""
     record: dict[str, Any] = {}
     if os.environ.get("RANK", "0") == "0":
@@ -107,13 +95,13 @@ def resume(job: WorkerJob, work: Path) -> None:
             record["export_error"] = f"{type(error).__name__}: {error}"
     # With NVMe offload DeepSpeed 0.19.8 cannot save a step again where the first launch saved it.
     arguments = _arguments(job, work, output_dir=str(work / "resumed"), save_strategy="no")
-    trainer, recorder = _trainer(job, work, arguments, "resume")
+    trainer, recorder = _trainer(job, work, arguments)
     trainer.train(resume_from_checkpoint=str(work / "checkpoints" / f"checkpoint-{job.save_step}"))
     record |= {"world_size": arguments.world_size, "losses": recorder.mean_over_ranks()}
-    _write_json(record, work / f"resume-rank{arguments.process_index}.json")
+    write_json(record, work / f"resume-rank{arguments.process_index}.json")
 
 
-def _arguments(job: WorkerJob, work: Path, **changes: Any) -> Any:
+def _arguments(job: RehearsalJob, work: Path, **changes: Any) -> Any:
     """ZeRO-3 partitions weights while they are made, for which `TrainingArguments` must exist before them."""
     settings = job.training_arguments | {"output_dir": str(work / "checkpoints")} | changes
     arguments = training_arguments(settings, configure_cpu_ranks(chosen_engine(settings)))
@@ -121,7 +109,7 @@ def _arguments(job: WorkerJob, work: Path, **changes: Any) -> Any:
     return arguments
 
 
-def _trainer(job: WorkerJob, work: Path, arguments: Any, stage: str) -> tuple[Any, StepLosses]:
+def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLosses]:
     from transformers import default_data_collator, set_seed
 
     set_seed(arguments.seed)
@@ -137,8 +125,7 @@ def _trainer(job: WorkerJob, work: Path, arguments: Any, stage: str) -> tuple[An
         model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
     )
     recorder = StepLosses(trainer)
-    if arguments.process_index == 0:
-        trainer.add_callback(_step_reporter(stage, job.steps))
+    trainer.add_callback(progress_callback())
     return trainer, recorder
 
 
@@ -161,7 +148,7 @@ def _vocab_size(work: Path) -> int:
     return size
 
 
-def _samples(job: WorkerJob, work: Path, vocab_size: int) -> list[dict[str, Any]]:
+def _samples(job: RehearsalJob, work: Path, vocab_size: int) -> list[dict[str, Any]]:
     """Return as many samples as the steps need: the user's bytes over and over, or draws that a few steps can learn."""
     import torch
 
@@ -187,12 +174,12 @@ def skewed_tokens(count: int, vocab_size: int, *, seed: int) -> Any:
     return draws * (vocab_size // distinct)
 
 
-def probe_tokens(job: WorkerJob, vocab_size: int) -> Any:
+def probe_tokens(job: RehearsalJob, vocab_size: int) -> Any:
     """Return the token ids [2, T] on which the trained engine and the exported model are compared."""
     return skewed_tokens(2 * job.seq_len, vocab_size, seed=PROBE_SEED).view(2, job.seq_len)
 
 
-def _exported_logits(job: WorkerJob, work: Path) -> Any:
+def _exported_logits(job: RehearsalJob, work: Path) -> Any:
     """Compute the probe in the engine's arithmetic: DDP under autocast, DeepSpeed and FSDP2 on 16-bit weights."""
     import torch
 
@@ -218,44 +205,5 @@ def _save_logits(logits_BTV: Any, path: Path) -> None:
     save_file({"logits_BTV": logits_BTV}, path)
 
 
-def _step_reporter(stage: str, steps: int) -> Any:
-    from transformers import TrainerCallback
-
-    class StepReporter(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            line = {"stage": stage, "step": state.global_step, "steps": steps}
-            print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
-
-    return StepReporter()
-
-
-def _write_json(record: Mapping[str, Any], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    temporary.replace(path)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run one stage, `train` or `resume`, on the work directory; a failure is written beside the rank's other files."""
-    directory, stage = sys.argv[1:] if argv is None else argv
-    work, rank = Path(directory), os.environ.get("RANK", "0")
-    try:
-        job = WorkerJob(**json.loads((work / "job.json").read_text(encoding="utf-8")))
-        {"train": train, "resume": resume}[stage](job, work)
-    except Exception as error:
-        known = isinstance(error, ShardwrightError)
-        failure = {
-            "rank": int(rank),
-            "time": time.time(),
-            "message": str(error) if known else f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-            "exit_code": error.exit_code if isinstance(error, ShardwrightError) else 1,
-        }
-        _write_json(failure, work / f"{stage}-failure{rank}.json")
-        traceback.print_exc()
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(RehearsalJob, rehearse_rank)

@@ -1,1 +1,1 @@
-"""What every launched training shares: settings, launch, ranks, report."""
+"""Everything that a launched command does: enter by `run.py`; `ranks.py` is its other side, on every rank."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
+import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +14,7 @@ from typing import Any, TypeVar
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks
 from ...plugins.deepspeed.engine import prepare_nvme_offload
+from ...plugins.launching.elastic import recorded
 from ...plugins.peft.lora import add_lora
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
@@ -25,6 +24,7 @@ from ...plugins.transformers.training_arguments import (
 )
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
+from .checkpoints import last_checkpoint
 from .settings import (
     EVALUATION_SAMPLES,
     METRICS_FILE,
@@ -32,18 +32,20 @@ from .settings import (
     TRAIN_SAMPLES,
     LaunchedJob,
     LaunchedSettings,
+    RankJob,
 )
 from .steps import chosen_engine
 
 PROGRESS = "shardwright-progress: "
 """Begins a line of rank 0 that tells how far it is, as JSON."""
-FAILURE = "failure-rank"
 
-Job = TypeVar("Job", bound=LaunchedJob)
+Job = TypeVar("Job", bound=RankJob)
 
 
 def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine]:
     """Return the training arguments of this rank and its engine; ZeRO-3 needs them before any weight is made.
+
+    `resume_from_checkpoint` is the checkpoint to go on from, or `None`.
 
     Raises:
         ShardwrightError: other ranks came up than were planned.
@@ -57,6 +59,8 @@ def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine]:
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
     prepare_nvme_offload(arguments)
+    found = last_checkpoint(Path(job.output_dir)) if job.resume else None
+    arguments.resume_from_checkpoint = None if found is None else str(found)
     return arguments, engine
 
 
@@ -100,16 +104,21 @@ def collator(tokenizer: Any) -> Callable[..., Any]:
     return partial(collate, pad_token_id=pad or 0)
 
 
-def last_checkpoint(arguments: Any) -> str | None:
-    """Return the newest checkpoint of a run."""
-    from transformers.trainer_utils import get_last_checkpoint
+def progress_callback() -> Any:
+    """Return a callback that tells the process which launched the ranks of every optimizer step."""
+    from transformers import TrainerCallback
 
-    found: str | None = get_last_checkpoint(arguments.output_dir)
-    return found
+    class ProgressTeller(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                line = {"step": state.global_step, "steps": state.max_steps}
+                print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
+
+    return ProgressTeller()
 
 
 def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
-    """Return a callback that writes `metrics.jsonl`, tells how far training is, and may evaluate at its end."""
+    """Return a callback that writes `metrics.jsonl`, takes the time of steps, and may evaluate after the last."""
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
@@ -126,9 +135,6 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.seconds += time.monotonic() - self._step_began
-            if state.is_world_process_zero:
-                line = {"step": state.global_step, "steps": state.max_steps}
-                print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
             if state.global_step >= state.max_steps:
                 control.should_log = True
                 control.should_evaluate = control.should_evaluate or evaluates_last
@@ -144,6 +150,15 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
                 (output_dir / METRICS_FILE).write_text(text, encoding="utf-8")
 
     return Recorder()
+
+
+def train_recorded(trainer: Any, job: LaunchedJob, *, evaluates_last: bool) -> Any:
+    """Train as the arguments of `rank_arguments` say, and return the recorder of the steps."""
+    recorder = step_recorder(Path(job.output_dir), evaluates_last=evaluates_last)
+    trainer.add_callback(recorder)
+    trainer.add_callback(progress_callback())
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    return recorder
 
 
 def end_rank(trainer: Any, result: Callable[[int | None], Mapping[str, Any]], work: Path) -> None:
@@ -197,31 +212,12 @@ def write_json(record: Mapping[str, Any], path: Path) -> None:
     temporary.replace(path)
 
 
-def run_rank(argv: Sequence[str] | None, kind: type[Job], work: Callable[[Job, Path], None]) -> int:
-    """Run one rank; a failure is written beside the settings, where the process that launched it looks.
+def run_rank(kind: type[Job], work: Callable[[Job, Path], None]) -> None:
+    """Run one rank, whose command line names the file of its job; the launch hears why it fails.
 
     Args:
-        argv: Its command line; `None`: this process's.
-        kind: What `job.json` holds.
-        work: Does what the job says; receives the job and its directory.
+        kind: What the file holds.
+        work: Does what the job says; receives the job and the directory of its file.
     """
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--settings", type=Path, required=True, metavar="FILE.json")
-    file = parser.parse_args(argv).settings
-    rank = os.environ.get("RANK", "0")
-    try:
-        work(kind.model_validate_json(file.read_text(encoding="utf-8")), file.parent)
-    except Exception as error:
-        known = isinstance(error, ShardwrightError)
-        failure = {
-            "rank": int(rank),
-            "time": time.time(),
-            "known": known,
-            "message": str(error) if known else f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-            "exit_code": error.exit_code if isinstance(error, ShardwrightError) else 1,
-        }
-        write_json(failure, file.parent / f"{FAILURE}{rank}.json")
-        traceback.print_exc()
-        return 1
-    return 0
+    file = Path(sys.argv[1])
+    recorded(lambda: work(kind.model_validate_json(file.read_text(encoding="utf-8")), file.parent))()

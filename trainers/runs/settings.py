@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...ds_configs.specs.errors import Fault
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.job import OffloadName, StrategyName, Switch
 from ...ds_configs.specs.teacher_placement import TeacherPlacement, TeacherPlacementChoice
 from ..losses.objective import Divergence
+from .checkpoints import last_checkpoint
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4}
 """Of the first step after warm-up, where the user names none."""
 
-PLAN_DIRECTORY, CHECKPOINTS, METRICS_FILE = "plan", "checkpoints", "metrics.jsonl"
+PLAN_DIRECTORY, METRICS_FILE = "plan", "metrics.jsonl"
 JOB_FILE, RESULT_FILE, TOKENIZER = "job.json", "result.json", "tokenizer"
 TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class LaunchedSettings(BaseModel):
@@ -65,14 +69,41 @@ class LaunchedSettings(BaseModel):
         return LEARNING_RATES[self.method] if self.learning_rate is None else self.learning_rate
 
 
-class LaunchedJob(BaseModel):
-    """What every rank of any launched training needs to know, as it stands in `job.json`."""
+def validated(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Return settings from values by name.
+
+    Raises:
+        UsageError: unknown names and values that are not allowed, all together.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        # A field that takes a number or a word fails once for each kind.
+        faults = {detail["loc"][0]: _fault(kind, detail) for detail in reversed(error.errors())}
+        raise UsageError(list(reversed(faults.values()))) from None
+
+
+def _fault(kind: type[BaseModel], detail: Mapping[str, Any]) -> Fault:
+    name = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        near = get_close_matches(name, list(kind.model_fields), n=1, cutoff=0.5)
+        return Fault(where=name, rule="is not a setting", fix=f"did you mean {near[0]}?" if near else "")
+    return Fault(where=name, value=detail["input"], rule=str(detail["msg"]).lower())
+
+
+class RankJob(BaseModel):
+    """What every rank of any launch needs to know, as it stands in a file that its command line names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
+
+
+class LaunchedJob(RankJob):
+    """What every rank of a training needs to know."""
+
     settings: LaunchedSettings = Field(description="what the user asked for")
     output_dir: str = Field(description="where the model goes")
-    training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
     placement: TeacherPlacement = Field(description="where the teacher lives")
     world_size: int = Field(description="ranks that must come up")
     train_samples: int = Field(description="samples of one epoch")
@@ -120,7 +151,7 @@ def output_faults(directory: Path, *, force: bool, resume: bool) -> list[Fault]:
     if directory.exists() and not directory.is_dir():
         return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
     if resume:
-        if any((directory / CHECKPOINTS).glob("checkpoint-*")):
+        if last_checkpoint(directory) is not None:
             return []
         rule = "holds no checkpoint to resume from"
         return [Fault(where=where, value=value, rule=rule, fix="run with --save-steps first, or drop --resume")]

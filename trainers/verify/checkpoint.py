@@ -13,7 +13,8 @@ from typing import Any
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.compressed_tensors.layout import layout_faults
-from ...plugins.launching.launch import interpreter, signal_name
+from ...plugins.launching.elastic import signal_name
+from ...plugins.launching.launch import interpreter
 from .reload_worker import FACTS, LOGITS
 
 TOLERANCE = 1e-3

@@ -404,9 +404,9 @@ def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
 def test_each_node_gets_its_launcher_and_plain_cpu_ranks_get_torchrun(tmp_path: Path) -> None:
     def command(kind: str, nodes: int = 1, node: int = 0) -> str:
         rehearsed: Any = SimpleNamespace(accelerate={"distributed_type": kind, "num_processes": 4})
-        return " ".join(launcher_command(rehearsed, tmp_path, "train", node, nodes, 29511))
+        return " ".join(launcher_command(rehearsed, tmp_path, "job.json", node, nodes, 29511))
 
-    worker = f"-m shardwright.trainers.rehearsal.worker {tmp_path} train"
+    worker = "-m shardwright.trainers.rehearsal.worker job.json"
     file = f"accelerate launch --config_file {tmp_path}/accelerate.yaml --main_process_port 29511"
     assert command("DEEPSPEED") == f"{file} {worker}"
     second = "--num_machines 2 --num_processes 4 --machine_rank 1 --main_process_ip 127.0.0.1"

@@ -1,1 +1,1 @@
-"""What `shardwright distill` does: enter by `run.py`; `worker.py` runs on every rank."""
+"""`shardwright distill`: enter by `run.py`; `run_inputs.py` prepares, `worker.py` runs on every rank."""

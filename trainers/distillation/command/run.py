@@ -1,65 +1,58 @@
-"""Launches a prepared distillation, follows it, and reports what became of the student."""
+"""`distill`: a distillation from its settings to the report beside the student."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-import time
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
-from ....ds_configs.plan.write import write_files
 from ...runs.inputs import Notify
-from ...runs.launch import OnStep, arguments_of, compile_operators, job_fields, launch, write_samples
-from ...runs.report import read_metrics
-from ...runs.settings import PLAN_DIRECTORY, RESULT_FILE, TOKENIZER
-from .run_files import TEACHER_TOKENIZER, WorkerJob
-from .run_inputs import Prepared
-from .run_report import Outcome, RunResult, report_files
-
-_WORKER = f"{__package__}.worker"
+from ...runs.launch import OnStep
+from ...runs.run import run_training
+from ...runs.settings import validated
+from .run_files import DistillSettings
+from .run_inputs import prepare_distillation
+from .run_report import Outcome
 
 
-def distill(prepared: Prepared, output_dir: Path, *, resume: bool, notify: Notify, on_step: OnStep) -> Outcome:
-    """Launch a prepared distillation, wait for it, and write the report beside the student.
+def distill(
+    teacher: str,
+    student: str,
+    output_dir: str | Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    notify: Notify = lambda _: None,
+    on_step: OnStep = lambda _done, _total: None,
+    **settings: Any,
+) -> Outcome:
+    """Teach a student what a teacher knows: plan, launch ranks, evaluate before and after, save with a model card.
+
+    Nothing is printed on stdout. Example:
+    ``shardwright.distill("teacher", "student", "taught", dataset="python-help", max_steps=100).result.after``
+
+    Args:
+        teacher: Hub id or directory; weights are read from safetensors.
+        student: Hub id or directory, or a `config.json` for random weights.
+        output_dir: Where the student goes, with plan and report.
+        resume: Go on from the last checkpoint in `output_dir`.
+        force: Write into a directory that holds other files.
+        notify: Receives remarks.
+        on_step: Receives the optimizer steps that are done and how many there are.
+        settings: Fields of `DistillSettings`, which are the flags of `shardwright distill`.
+
+    Returns:
+        Everything measured; `to_dict()` is what `--format json` prints.
 
     Raises:
+        UsageError: everything wrong with the settings.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        DoesNotFitError: no layout fits.
         ShardwrightError: a rank failed; says which and why.
     """
-    started = time.monotonic()
-    plan_directory = output_dir.absolute() / PLAN_DIRECTORY
-    prepared.plan.write(plan_directory, force=True)
-    compile_operators(prepared.plan, notify)
-    with tempfile.TemporaryDirectory(prefix="shardwright-distill-", ignore_cleanup_errors=True) as directory:
-        work = Path(directory)
-        write_samples(prepared.samples, work)
-        prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
-        prepared.teacher_tokenizer.save_pretrained(str(work / TEACHER_TOKENIZER))
-        job = _job(prepared, output_dir, resume=resume)
-        launch(_WORKER, job, prepared.plan, plan_directory, work, on_step)
-        result = RunResult(**json.loads((work / RESULT_FILE).read_text(encoding="utf-8")))
-    outcome = Outcome(
-        settings=prepared.settings,
-        teacher=prepared.teacher,
-        student=prepared.student,
-        plan=prepared.plan,
-        statistics=prepared.samples.statistics,
-        result=result,
-        metrics=read_metrics(output_dir),
-        seconds=time.monotonic() - started,
-    )
-    write_files(report_files(outcome), output_dir, force=True)
-    return outcome
-
-
-def _job(prepared: Prepared, output_dir: Path, *, resume: bool) -> WorkerJob:
-    plan, samples = prepared.plan, prepared.samples
-    cache = prepared.settings.teacher_cache
-    settings = {"teacher_cache": str(Path(cache).absolute())} if cache else {}
-    return WorkerJob(
-        settings=prepared.settings.model_copy(update=settings),
-        teacher=prepared.teacher,
-        student=prepared.student,
-        training_arguments=arguments_of(prepared.settings, plan, samples, output_dir) | {"eval_on_start": True},
-        vocab_size=prepared.vocab_size,
-        **job_fields(plan, samples, output_dir, resume=resume),
-    )
+    place = Path(output_dir)
+    with redirect_stdout(sys.stderr):
+        found = validated(DistillSettings, settings)
+        prepared = prepare_distillation(found, teacher, student, place, notify=notify, force=force, resume=resume)
+        return run_training(prepared, place, resume=resume, notify=notify, on_step=on_step)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ....ds_configs.plan.plan import Plan
 from ....ds_configs.specs.errors import Fault, UsageError, collecting
 from ....plugins.planning.from_names import plan as make_plan
 from ....plugins.planning.models import LoadedModel, load_model
@@ -21,13 +21,14 @@ from ...runs.inputs import (
     trained_teacher,
     training_job,
 )
-from ...runs.settings import PLAN_DIRECTORY, is_without, output_faults, source_faults
-from .run_files import DistillSettings, combination_faults, distillation_config
-from .run_report import file_names
+from ...runs.run import PreparedTraining
+from ...runs.settings import is_without, output_faults, source_faults
+from .run_files import TEACHER_TOKENIZER, DistillSettings, WorkerJob, combination_faults, distillation_config
+from .run_report import Outcome, RunResult, file_names, report_files
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
+@dataclass(frozen=True, kw_only=True)
+class PreparedDistillation(PreparedTraining[Outcome]):
     """A distillation that can be launched; nothing was written for it."""
 
     settings: DistillSettings
@@ -36,26 +37,37 @@ class Prepared:
     """Hub id or directory of the teacher."""
     student: str
     """Hub id, directory or `config.json` of the student."""
-    plan: Plan
-    """Where everything goes."""
-    samples: Samples
-    """What is trained and evaluated on."""
-    tokenizer: Any
-    """The student's tokenizer."""
     teacher_tokenizer: Any
-    """The teacher's tokenizer."""
+    """The teacher's tokenizer; `tokenizer` is the student's."""
     vocab_size: int | None
     """Tokens that both tokenizers have; `None` across tokenizers."""
 
+    worker = f"{__package__}.worker"
+
     @property
-    def file_names(self) -> tuple[str, ...]:
-        """Files that a run writes, beside the model's weights and checkpoints."""
-        return (*(f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names), *file_names(self.settings))
+    def own_file_names(self) -> tuple[str, ...]:
+        """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
+        return file_names(self.settings)
+
+    def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> WorkerJob:
+        """Leave the teacher's tokenizer, and return what the ranks are told."""
+        self.teacher_tokenizer.save_pretrained(str(work / TEACHER_TOKENIZER))
+        cache = self.settings.teacher_cache
+        own: dict[str, Any] = {"teacher": self.teacher, "student": self.student, "vocab_size": self.vocab_size}
+        if cache:
+            own["settings"] = self.settings.model_copy(update={"teacher_cache": str(Path(cache).absolute())})
+        arguments = common["training_arguments"] | {"eval_on_start": True}
+        return WorkerJob(**{**common, "training_arguments": arguments, **own})
+
+    def report(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[Outcome, dict[str, str | bytes]]:
+        """Return the outcome and the files that report it."""
+        found = Outcome(teacher=self.teacher, student=self.student, result=RunResult(**result), **common)
+        return found, report_files(found)
 
 
-def prepare(
+def prepare_distillation(
     settings: DistillSettings, teacher: str, student: str, output_dir: Path, *, notify: Notify, **how: bool
-) -> Prepared:
+) -> PreparedDistillation:
     """Read everything that can be wrong, report all faults together, and plan.
 
     Args:
@@ -101,7 +113,7 @@ def prepare(
     placement = "cached" if settings.teacher_cache else settings.teacher_placement
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
     plan = make_plan(loaded_student, hardware, job, notify=notify)
-    return Prepared(
+    return PreparedDistillation(
         settings=_with_prompts(settings, samples),
         teacher=teacher,
         student=student,

@@ -1,7 +1,7 @@
 """Runs on every rank of `shardwright distill`: teaches the student, evaluates it before and after, and saves it.
 
     accelerate launch --config_file plan/accelerate.yaml \\
-        -m shardwright.trainers.distillation.command.worker --settings job.json
+        -m shardwright.trainers.distillation.command.worker job.json
 
 Seen with transformers 5.17.0: before training, `Trainer.evaluate` under DeepSpeed starts an inference engine, which
 needs ZeRO-3; the student is therefore evaluated inside `train`, once everything is wrapped.
@@ -9,7 +9,6 @@ needs ZeRO-3; the student is therefore evaluated inside `train`, once everything
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from ....plugins.transformers.training_arguments import prepare_model_directory_
 from ...runs.ranks import (
     collator,
     end_rank,
-    last_checkpoint,
     placed_teacher,
     rank_arguments,
     read_samples,
     run_rank,
     step_facts,
-    step_recorder,
+    train_recorded,
     trained_model,
 )
 from ...runs.settings import TOKENIZER
@@ -39,9 +37,7 @@ def teach(job: WorkerJob, work: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
     student = trained_model(job.student, job.settings, arguments, engine)
     trainer = _trainer(job, work, arguments, student, _teacher(job, arguments, engine), tokenizer)
-    recorder = step_recorder(Path(job.output_dir), evaluates_last=True)
-    trainer.add_callback(recorder)
-    trainer.train(resume_from_checkpoint=last_checkpoint(arguments) if job.resume else None)
+    recorder = train_recorded(trainer, job, evaluates_last=True)
     save_model_directory(trainer, job.output_dir)
     end_rank(trainer, lambda peak: _result(trainer, recorder, peak, job), work)
 
@@ -95,4 +91,4 @@ def _result(trainer: Any, recorder: Any, peak: int | None, job: WorkerJob) -> di
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(None, WorkerJob, teach))
+    run_rank(WorkerJob, teach)

@@ -1,1 +1,1 @@
-"""What `shardwright qat` does: enter by `run.py`; `worker.py` runs on every rank."""
+"""`shardwright qat`: enter by `run.py`; `inputs.py` prepares, `worker.py` runs on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from ....plugins.planning.models import load_model
 from ....plugins.transformers.meta_model import build_meta_model
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples
+from ...runs.checkpoints import last_checkpoint
 from ...runs.inputs import (
     Notify,
     chosen_hardware,
@@ -26,10 +28,13 @@ from ...runs.inputs import (
     trained_teacher,
     training_job,
 )
-from ...runs.settings import CHECKPOINTS, PLAN_DIRECTORY, output_faults, source_faults
+from ...runs.run import PreparedTraining
+from ...runs.settings import output_faults, source_faults
 from ..rounding.config import QATConfig
 from .request import (
+    RANGES_FILE,
     SELF,
+    QATJob,
     QATSettings,
     calibration_faults,
     combination_faults,
@@ -38,14 +43,14 @@ from .request import (
     qat_config,
     teacher_of,
 )
-from .run_report import file_names
+from .run_report import Outcome, RunResult, file_names, report_files
 
 if TYPE_CHECKING:
     from ..rounding.attachment import Attachment
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
+@dataclass(frozen=True, kw_only=True)
+class PreparedQAT(PreparedTraining[Outcome]):
     """A quantization-aware training that can be launched; nothing was written for it."""
 
     settings: QATSettings
@@ -58,24 +63,50 @@ class Prepared:
     """Matrices that are rounded."""
     teacher: str | None
     """Hub id or directory of the teacher; `None` without one."""
-    plan: Plan
-    """Where everything goes."""
-    samples: Samples
-    """What is trained and evaluated on."""
-    tokenizer: Any
-    """Splits the text."""
     vocab_size: int | None
     """Tokens that model and teacher have."""
     needs_calibration: bool
     """Whether ranges must be found before training."""
 
+    worker = f"{__package__}.worker"
+
     @property
-    def file_names(self) -> tuple[str, ...]:
-        """Files that a run writes, beside the model's weights and checkpoints."""
-        return (*(f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names), *file_names(self.settings))
+    def own_file_names(self) -> tuple[str, ...]:
+        """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
+        return file_names(self.settings)
+
+    def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> QATJob:
+        """Find the ranges that the ranks begin with, and return what the ranks are told."""
+        # A checkpoint holds the ranges that its training began with.
+        calibrates = self.needs_calibration and not resume
+        if calibrates:
+            from .calibration import calibrate
+
+            calibrate(self, work / RANGES_FILE, notify)
+        return QATJob(
+            model=self.source.name,
+            source_directory=str(self.source.directory.absolute()),
+            stored_dtype=self.source.dtype,
+            teacher=self.teacher,
+            vocab_size=self.vocab_size,
+            calibrated=calibrates,
+            **common,
+        )
+
+    def report(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[Outcome, dict[str, str | bytes]]:
+        """Return the outcome and the files that report it."""
+        found = Outcome(
+            model=self.source.name,
+            teacher=self.teacher,
+            scheme=self.config.rounded_scheme,
+            layers=len(self.layers),
+            result=RunResult(**result),
+            **common,
+        )
+        return found, report_files(found)
 
 
-def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Notify, **how: bool) -> Prepared:
+def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: Notify, **how: bool) -> PreparedQAT:
     """Read everything that can be wrong, report all faults together, and plan.
 
     Args:
@@ -128,7 +159,7 @@ def prepare(settings: QATSettings, model: str, output_dir: Path, *, notify: Noti
     job = training_job(settings, hardware, **(teacher or {}))
     plan = make_plan(load_model(model, revision=settings.revision), hardware, job, notify=notify)
     _check_plan(plan, settings, attachment, samples)
-    return Prepared(
+    return PreparedQAT(
         settings=settings,
         source=source,
         config=config,
@@ -170,13 +201,10 @@ def _attached(source: QuantizationSource, settings: QATSettings, config: QATConf
 
 
 def _checkpoint_faults(attachment: Attachment, output_dir: Path) -> list[Fault]:
-    from transformers.trainer_utils import get_last_checkpoint
-
     from ..checkpoint_record import resume_faults
 
-    directory = output_dir / CHECKPOINTS
-    last = get_last_checkpoint(str(directory)) if directory.is_dir() else None
-    return [] if last is None else resume_faults(attachment, Path(last), demands_record=True)
+    last = last_checkpoint(output_dir)
+    return [] if last is None else resume_faults(attachment, last, demands_record=True)
 
 
 def _tokenizer(settings: QATSettings, model: str) -> tuple[Any, int | None]:

@@ -1,24 +1,22 @@
 """Runs on every rank of `shardwright qat`: trains with the numbers of the checkpoint, and exports it.
 
-accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.qat.command.worker --settings job.json
+accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.qat.command.worker job.json
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from ...runs.ranks import (
     collator,
     end_rank,
-    last_checkpoint,
     placed_teacher,
     rank_arguments,
     read_samples,
     run_rank,
     step_facts,
-    step_recorder,
+    train_recorded,
     trained_model,
 )
 from ...runs.settings import TOKENIZER
@@ -35,7 +33,6 @@ def train_quantized(job: QATJob, work: Path) -> None:
     from ..callback import QATCallback
 
     arguments, engine = rank_arguments(job)
-    arguments.resume_from_checkpoint = last_checkpoint(arguments) if job.resume else None
     tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
     model = trained_model(job.model, job.settings, arguments, engine)
     config = qat_config(job.settings, stored_dtype=job.stored_dtype)
@@ -43,10 +40,8 @@ def train_quantized(job: QATJob, work: Path) -> None:
     callback = QATCallback(calibration=calibration, notify=print, **callback_options(config))
     samples = read_samples(work)
     trainer = _trainer(job, arguments, engine, tokenizer, model=model, callback=callback, samples=samples)
-    recorder = step_recorder(Path(job.output_dir), evaluates_last=False)
     trainer.add_callback(starting_point_callback(trainer))
-    trainer.add_callback(recorder)
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    recorder = train_recorded(trainer, job, evaluates_last=False)
     trained = held_out_cross_entropy(trainer)
     probe = [list(sample["input_ids"][:_PROBE_TOKENS]) for sample in samples[1].select(range(_shown(samples[1])))]
     exported = callback.export(
@@ -100,4 +95,4 @@ def _result(
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(None, QATJob, train_quantized))
+    run_rank(QATJob, train_quantized)

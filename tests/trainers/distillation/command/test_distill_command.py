@@ -14,8 +14,6 @@ from commands import Shell, shell_in
 from distilling import tiny
 from pydantic import ValidationError
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.launching.launch import LaunchFailedError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import SampleStatistics
 from shardwright.trainers.distillation.command.run_files import DistillSettings
@@ -28,7 +26,6 @@ from shardwright.trainers.distillation.command.run_report import (
     objective_sentence,
     report,
 )
-from shardwright.trainers.runs.launch import failure_cause
 from shardwright.trainers.runs.ranks import trained_tokens
 
 VOCAB = 300
@@ -277,18 +274,3 @@ def test_tokens_of_a_step_that_ends_an_epoch() -> None:
     arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=2)
     counts = [trained_tokens(arguments, steps, 20, 200) for steps in range(5)]
     assert counts == [0, 80, 160, 200, 280]
-
-
-def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
-    error = LaunchFailedError("torchrun: exit code 1", output="", exit_code=1)
-    assert "torchrun" in str(failure_cause(error, tmp_path))
-    told = {"rank": 1, "time": 2.0, "known": True, "message": "labels: masked", "traceback": "T", "exit_code": 2}
-    (tmp_path / "failure-rank1.json").write_text(json.dumps(told))
-    (tmp_path / "failure-rank0.json").write_text(json.dumps(told | {"rank": 0, "time": 3.0, "message": "gloo"}))
-    found = failure_cause(error, tmp_path)
-    assert (str(found), found.exit_code) == ("rank 1: labels: masked", 2)
-    assert ShardwrightError.exit_code == 1
-    killed = LaunchFailedError("x", output="rank : 1 (local_rank: 1)\n exitcode : -9 (pid: 3)\n", exit_code=1)
-    assert "rank 1 was killed by SIGKILL (the kernel does so when memory runs out)" in str(
-        failure_cause(killed, tmp_path)
-    )

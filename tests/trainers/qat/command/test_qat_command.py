@@ -18,6 +18,8 @@ from distilling import tiny
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.plugins.launching.launch import Launch
+from shardwright.trainers.qat.command.calibration import calibration_batches
 from shardwright.trainers.qat.command.request import (
     QATJob,
     QATSettings,
@@ -28,7 +30,6 @@ from shardwright.trainers.qat.command.request import (
     qat_config,
     teacher_of,
 )
-from shardwright.trainers.qat.command.run import calibration_batches
 from shardwright.trainers.qat.command.run_report import (
     Outcome,
     RunResult,
@@ -59,16 +60,16 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """Run the worker here in place of a launch, and return the commands that would have been launched."""
     from shardwright.trainers.qat.command.worker import train_quantized
     from shardwright.trainers.runs import launch
-    from shardwright.trainers.runs.ranks import run_rank
 
     commands: list[Sequence[str]] = []
 
-    def run(command: Sequence[str], **how: Any) -> None:
+    def run(launches: Sequence[Launch], **how: Any) -> None:
+        command = launches[0].arguments
         commands.append(command)
-        if run_rank(command[-2:], QATJob, train_quantized):
-            raise launch.LaunchFailedError("the rank failed", output="", exit_code=1)
+        file = Path(command[-1])
+        train_quantized(QATJob.model_validate_json(file.read_text()), file.parent)
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launch, "run_together", run)
     return commands
 
 
@@ -240,7 +241,7 @@ def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
         with pytest.raises(SystemExit) as stopped:
             qat(*arguments, "--scheme", "W8A8_STATIC", "--max-steps", 3)
     assert stopped.value.code == 130
-    assert list(one_rank[0][-4:-1]) == ["-m", "shardwright.trainers.qat.command.worker", "--settings"]
+    assert list(one_rank[0][-3:-1]) == ["-m", "shardwright.trainers.qat.command.worker"]
     out = tmp_path / "out"
     state = json.loads((out / "checkpoints" / "checkpoint-2" / "trainer_state.json").read_text())
     assert not (out / "config.json").exists()

@@ -1,0 +1,176 @@
+"""The run of a command that trains: `run_training` does what all of them do, `PreparedTraining` asks for the rest.
+
+The order is: write the plan and what the ranks read, launch a worker on every rank, read what it measured, and write
+the report beside the model. Everything that can be wrong was found before, when the command prepared the training.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.training_arguments import training_arguments as planned_arguments
+from ...ds_configs.plan.write import write_files
+from ..data.samples import Samples
+from .checkpoints import CHECKPOINTS
+from .inputs import Notify, evaluation_batch_size
+from .launch import OnStep, compile_operators, planned_launch, run_launches
+from .report import LaunchedOutcome, read_metrics
+from .settings import (
+    EVALUATION_SAMPLES,
+    PLAN_DIRECTORY,
+    RESULT_FILE,
+    TOKENIZER,
+    TRAIN_SAMPLES,
+    LaunchedJob,
+    LaunchedSettings,
+)
+
+Outcome = TypeVar("Outcome", bound=LaunchedOutcome)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTraining(ABC, Generic[Outcome]):
+    """A training that can be launched; nothing was written for it."""
+
+    settings: LaunchedSettings
+    """What was asked for."""
+    plan: Plan
+    """Where everything goes."""
+    samples: Samples
+    """What is trained and evaluated on."""
+    tokenizer: Any
+    """Splits the text; saved beside the model."""
+
+    worker: ClassVar[str]
+    """Module that every rank runs; it ends with `run_rank`."""
+
+    @property
+    @abstractmethod
+    def own_file_names(self) -> tuple[str, ...]:
+        """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
+
+    @abstractmethod
+    def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> LaunchedJob:
+        """Return what the ranks are told.
+
+        Args:
+            common: The fields of `LaunchedJob`.
+            work: A directory for files that the ranks read, beside samples and tokenizer.
+            resume: Whether the training goes on from its last checkpoint.
+            notify: Receives remarks.
+        """
+
+    @abstractmethod
+    def report(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[Outcome, Mapping[str, str | bytes]]:
+        """Return the outcome and the files that report it.
+
+        Args:
+            result: What the ranks measured.
+            common: The fields of `LaunchedOutcome`.
+        """
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Files that a run writes, beside the model's weights and checkpoints."""
+        return (*(f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names), *self.own_file_names)
+
+
+def run_training(
+    prepared: PreparedTraining[Outcome],
+    output_dir: Path,
+    *,
+    resume: bool = False,
+    notify: Notify = lambda _: None,
+    on_step: OnStep = lambda _done, _total: None,
+) -> Outcome:
+    """Launch a prepared training, wait for it, and write the report beside the model.
+
+    Args:
+        prepared: What the command found.
+        output_dir: Where model, plan and report go.
+        resume: Go on from the last checkpoint.
+        notify: Receives remarks.
+        on_step: Hears of every optimizer step.
+
+    Raises:
+        ShardwrightError: a rank failed; says which and why.
+    """
+    started = time.monotonic()
+    plan, samples = prepared.plan, prepared.samples
+    plan_directory = output_dir.absolute() / PLAN_DIRECTORY
+    with tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True) as directory:
+        work = Path(directory)
+        job = prepared.job(_job_fields(prepared, output_dir, resume=resume), work, resume=resume, notify=notify)
+        plan.write(plan_directory, force=True)
+        strategy = plan.chosen.strategy
+        if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
+            compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
+        _write_samples(samples, work)
+        prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
+        run_launches([planned_launch(prepared.worker, job, plan, plan_directory, work)], on_step)
+        result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
+    facts = {
+        "settings": prepared.settings,
+        "plan": plan,
+        "statistics": samples.statistics,
+        "metrics": read_metrics(output_dir),
+        "seconds": time.monotonic() - started,
+    }
+    outcome, files = prepared.report(result, facts)
+    write_files(files, output_dir, force=True)
+    return outcome
+
+
+def _write_samples(samples: Samples, work: Path) -> None:
+    """Leave samples that all ranks of a node map into memory."""
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    Dataset.from_list(samples.train).save_to_disk(str(work / TRAIN_SAMPLES))
+    Dataset.from_list(samples.evaluation).save_to_disk(str(work / EVALUATION_SAMPLES))
+
+
+def _job_fields(prepared: PreparedTraining[Any], output_dir: Path, *, resume: bool) -> dict[str, Any]:
+    plan, statistics = prepared.plan, prepared.samples.statistics
+    teacher = plan.chosen.teacher
+    return {
+        "settings": prepared.settings,
+        "training_arguments": _arguments(prepared, output_dir),
+        "output_dir": str(output_dir.absolute()),
+        "placement": "replica" if teacher is None else teacher.placement,
+        "world_size": plan.hardware.world_size,
+        "train_samples": statistics.train_samples,
+        "train_tokens": statistics.train_tokens,
+        "resume": resume,
+    }
+
+
+def _arguments(prepared: PreparedTraining[Any], output_dir: Path) -> dict[str, Any]:
+    """Return the keys of `TrainingArguments` that a plan and the settings ask for."""
+    settings = prepared.settings
+    arguments = planned_arguments(prepared.plan) | {
+        "output_dir": str(output_dir.absolute() / CHECKPOINTS),
+        "learning_rate": settings.base_learning_rate(),
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.03,
+        "num_train_epochs": settings.epochs,
+        "per_device_eval_batch_size": evaluation_batch_size(prepared.plan, len(prepared.samples.evaluation)),
+        "logging_steps": settings.logging_steps,
+        "save_strategy": "no" if settings.save_steps is None else "steps",
+        "seed": settings.seed,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    if settings.max_steps is not None:
+        arguments["max_steps"] = settings.max_steps
+    if settings.save_steps is not None:
+        arguments["save_steps"] = settings.save_steps
+    return arguments
