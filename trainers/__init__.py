@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoints.callback import CheckpointCallback
     from .distillation.clip_trainer import CLIPDistillationTrainer
     from .distillation.config import DistillationConfig
     from .distillation.trainer import DistillationTrainer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLIPDistillationTrainer",
+    "CheckpointCallback",
     "DistillationConfig",
     "DistillationTrainer",
     "ExpertParallelCallback",
@@ -38,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
+    "CheckpointCallback": ".checkpoints.callback",
     "DistillationConfig": ".distillation.config",
     "DistillationTrainer": ".distillation.trainer",
     "ExpertParallelCallback": ".parallel.expert.callback",

@@ -66,6 +66,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--method", choices=("full", "lora", "qlora"), default="full")
     add("--lora-rank", type=int, help="default 16")
     add("--lora-targets", help="module names separated by commas, or all-linear (default)")
+    add("--resume", action="store_true", help="go on from the newest whole checkpoint in --output-dir, if there is one")
     add("--plan", type=Path, metavar="DIR", help="the plan that is run; its prediction is compared with the run")
     add("--losses-json", type=Path, metavar="FILE", help="rank 0 writes the loss of every optimizer step")
     add("--save", action=argparse.BooleanOptionalAction, default=True, help="write the trained model")
@@ -155,6 +156,8 @@ def train(flags: argparse.Namespace) -> None:
 
     from transformers import default_data_collator
 
+    from .checkpoints.callback import CheckpointCallback
+
     trainer = parallelism.make_trainer(
         model=model,
         args=arguments,
@@ -166,8 +169,11 @@ def train(flags: argparse.Namespace) -> None:
     recorder = StepLosses(trainer)
     if planned is not None:
         planned.attach(trainer)
+    checkpoints = CheckpointCallback()
+    checkpoints.attach(trainer)
+    resumed = checkpoints.asked(flags.resume or arguments.resume_from_checkpoint)
     started = time.monotonic()
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resumed)
     seconds = time.monotonic() - started
     losses = recorder.mean_over_ranks()
     if flags.losses_json is not None and arguments.process_index == 0:

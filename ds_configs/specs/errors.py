@@ -48,6 +48,10 @@ class FaultsError(ShardwrightError):
         assert self.faults, "FaultsError needs at least one fault"
         super().__init__("\n".join(str(fault) for fault in self.faults))
 
+    def __reduce__(self) -> tuple[type[FaultsError], tuple[tuple[Fault, ...]]]:
+        """Carry the faults to another rank, not the text that was made of them."""
+        return type(self), (self.faults,)
+
 
 class UsageError(FaultsError):
     """Bad flags, files or combinations (exit code 2)."""

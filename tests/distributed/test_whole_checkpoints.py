@@ -1,0 +1,87 @@
+"""A run that was killed while it saved goes on from the newest whole checkpoint, with unchanged losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from faults.broken_checkpoints import DAMAGES
+from faults.injection import Fault
+from faults.layouts import ENGINES, STEPS, Workshop, losses_of
+from warm_ranks import OnDemand, RanksFailedError
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def workshop(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def whole(workshop: Workshop) -> dict[str, Path]:
+    """The output of a run without a fault, by its engine."""
+
+    def run(engine: str) -> Path:
+        output = workshop.directory / engine
+        workshop.run(engine, output)
+        return output
+
+    return OnDemand(run)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_killed_before_the_record_it_resumes_from_the_one_before(engine, workshop, whole, tmp_path):
+    """All files of the checkpoint are there; without its record nobody knows that."""
+    fault = Fault(kind="sigkill", phase="mark", step=4, rank=1)
+    with pytest.raises(RanksFailedError, match="SIGKILL"):
+        workshop.run(engine, tmp_path / "run", environment=fault.environment)
+    assert (tmp_path / "run" / "checkpoint-4").exists()
+    told = workshop.run(engine, tmp_path / "run", flags=("--resume",))
+    assert "skipped: checkpoint-4 has no checkpoint_complete.json" in told
+    assert "kept as incomplete-checkpoint-4" in told
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole[engine])[2:], abs=1e-6)
+    assert len(losses_of(tmp_path / "run")) == STEPS - 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "damage"),
+    [("ddp", "drop_optimizer"), ("ddp", "drop_scheduler"), ("fsdp2", "drop_scheduler"), ("zero2", "flip_optimizer")],
+)
+def test_a_damaged_checkpoint_is_skipped_for_a_whole_one(engine, damage, workshop, whole, tmp_path):
+    shutil.copytree(whole[engine], tmp_path / "run")
+    DAMAGES[damage](tmp_path / "run" / f"checkpoint-{STEPS}")
+    told = workshop.run(engine, tmp_path / "run", flags=("--resume",))
+    assert f"skipped: checkpoint-{STEPS} " in told
+    assert "resuming from checkpoint-4" in told
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole[engine])[4:], abs=1e-6)
+
+
+def test_what_cannot_be_carried_over_is_refused_by_name(workshop, whole, tmp_path):
+    """Stage, engine, batch, seed and learning rate: all differences at once, before a state is loaded."""
+    shutil.copytree(whole["zero2"], tmp_path / "run")
+    changes = {"per_device_train_batch_size": 1, "seed": 6, "learning_rate": 1e-3}
+    with pytest.raises(RanksFailedError) as refused:
+        workshop.run("ddp", tmp_path / "run", flags=("--resume",), **changes)
+    assert "failed with exit code 2" in str(refused.value)
+    for fact in ("engine", "global_batch_size", "seed", "learning_rate"):
+        assert f"resume: {fact} = " in refused.value.output
+    assert "Traceback" not in refused.value.output
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_fewer_ranks_go_on_with_the_same_losses(engine, workshop, whole, tmp_path):
+    shutil.copytree(whole[engine] / "checkpoint-4", tmp_path / "run" / "checkpoint-4")
+    told = workshop.run(engine, tmp_path / "run", ranks=1, flags=("--resume",), per_device_train_batch_size=4)
+    assert "world_size was 2 and is now 1" in told
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole[engine])[4:], abs=1e-5)
+
+
+def test_the_limit_leaves_two_whole_checkpoints(workshop, tmp_path):
+    workshop.run("ddp", tmp_path, save_total_limit=1)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    record = json.loads((tmp_path / "checkpoint-6" / "checkpoint_complete.json").read_text())
+    assert record["facts"]["world_size"] == 2
+    assert "optimizer.pt" in record["files"]

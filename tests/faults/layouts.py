@@ -1,0 +1,102 @@
+"""The engines under which faults are tried: `train_causal_lm` on two ranks, with a model that trains in a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwright.ds_configs.specs.job import TrainingJob
+from warm_ranks import run_ranks
+
+ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "pipeline")
+STEPS, SAVE_STEPS = 6, 2
+_RANK = Path(__file__).with_name("rank.py")
+
+
+class Workshop:
+    """A directory with a small model, a text and the arguments of every engine."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "model"
+        self._text = directory / "text.txt"
+        directory.mkdir(parents=True, exist_ok=True)
+        if not self.model.exists():
+            from small_models import llama
+
+            llama(hidden_size=32, vocab_size=260).save_pretrained(self.model)
+            self._text.write_text(" ".join(f"{number} squared is {number * number}." for number in range(600)))
+
+    def command(
+        self, engine: str, output: Path, *, model: Path | None = None, flags: tuple[str, ...] = (), **changes: Any
+    ) -> list[str | Path]:
+        """Return the arguments of `run_ranks`; `changes` are keys of `TrainingArguments`."""
+        output.mkdir(parents=True, exist_ok=True)
+        arguments = self._arguments(engine) | changes
+        settings = output / "arguments.json"
+        settings.write_text(json.dumps(arguments))
+        plan = ("--plan", self._plan("pipeline")) if engine == "pipeline" else ()
+        paths = ("--model", model or self.model, "--text", self._text, "--training-arguments", settings)
+        losses = ("--losses-json", output / "losses.json")
+        return [_RANK, *paths, "--seq-len", "32", "--output-dir", output, *losses, *plan, *flags]
+
+    def run(
+        self,
+        engine: str,
+        output: Path,
+        *,
+        ranks: int = 2,
+        timeout_seconds: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+        **command: Any,
+    ) -> str:
+        """Train on warm ranks and return what they printed; raises `RanksFailedError`."""
+        arguments = self.command(engine, output, **command)
+        return run_ranks(arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment)
+
+    def _arguments(self, engine: str) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": 4 if engine == "pipeline" else 2,
+            "max_steps": STEPS,
+            "save_steps": SAVE_STEPS,
+            "save_strategy": "steps",
+            "learning_rate": 5e-3,
+            "optim": "adamw_torch",
+            "seed": 5,
+            "disable_tqdm": True,
+        }
+        if engine == "fsdp2":
+            wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+            return arguments | {"fsdp": True, "fsdp_config": wrapped}
+        if engine == "ddp":
+            return arguments
+        plan = self._plan(engine)
+        planned = json.loads((plan / "training_arguments.json").read_text())
+        return planned | arguments | {"deepspeed": str(plan / "ds_config.json")}
+
+    def _plan(self, engine: str) -> Path:
+        """Write the plan of a DeepSpeed layout, once."""
+        from shardwright.plugins.planning.from_names import plan
+
+        directory = self.directory / "plans" / engine
+        if not directory.exists():
+            pipeline = engine == "pipeline"
+            job = TrainingJob(
+                seq_len_tokens=32,
+                global_batch_size=4,
+                micro_batch_size=4 if pipeline else 2,
+                precision="fp32",
+                optimizer="adamw_torch",
+                strategy="zero1" if pipeline else engine,
+                pipeline_parallel_size=2 if pipeline else 1,
+            )
+            plan(str(self.model), "2xCPU", job).write(directory)
+        return directory
+
+
+def losses_of(output: Path) -> list[float]:
+    """Return the losses that a run wrote, one for each optimizer step."""
+    losses: list[float] = json.loads((output / "losses.json").read_text())["losses"]
+    return losses

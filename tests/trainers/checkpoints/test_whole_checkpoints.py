@@ -1,0 +1,133 @@
+"""Records of checkpoints: whatever is missing or damaged is found, and the newest whole one is chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
+from shardwright.trainers.checkpoints.record import RECORD, NotWholeError, read_whole, write_record
+from shardwright.trainers.checkpoints.selection import named_checkpoint, newest_whole, rotate, set_aside
+
+FILES = {"model.safetensors": b"w" * 1000, "optimizer.pt": b"o" * 3000, "global_step4/rank0.pt": b"z" * 500}
+
+
+def checkpoint(output_dir: Path, step: int, *, complete: bool = True) -> Path:
+    directory = output_dir / f"checkpoint-{step}"
+    for name, content in FILES.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    if complete:
+        write_record(directory, step=step, facts={"engine": "ddp"})
+    return directory
+
+
+def test_an_untouched_checkpoint_is_whole(tmp_path):
+    record = read_whole(checkpoint(tmp_path, 4))
+    assert record.step == 4
+    assert record.facts == {"engine": "ddp"}
+    assert {name: entry.size_bytes for name, entry in record.files.items()} == {n: len(c) for n, c in FILES.items()}
+
+
+def damage_drop(path: Path) -> None:
+    path.unlink()
+
+
+def damage_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def damage_flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damage_replace(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [damage_drop, damage_truncate, damage_grow, damage_flip, damage_replace])
+def test_each_damage_of_each_file_is_found_and_named(tmp_path, name, damage):
+    directory = checkpoint(tmp_path, 4)
+    damage(directory / name)
+    with pytest.raises(NotWholeError, match=name):
+        read_whole(directory)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=60)
+def test_any_bytes_in_place_of_a_record_are_only_not_whole(tmp_path_factory, content):
+    directory = tmp_path_factory.mktemp("record")
+    (directory / RECORD).write_bytes(content)
+    with pytest.raises(NotWholeError):
+        read_whole(directory)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
+def test_a_record_cannot_name_files_outside(tmp_path, name):
+    directory = checkpoint(tmp_path, 4)
+    content = json.loads((directory / RECORD).read_text())
+    content["files"][name] = {"size_bytes": 1, "xxh3_128": "0"}
+    (directory / RECORD).write_text(json.dumps(content))
+    with pytest.raises(NotWholeError, match="damaged"):
+        read_whole(directory)
+
+
+def test_newest_whole_one_is_chosen_and_skipped_ones_are_named(tmp_path):
+    checkpoint(tmp_path, 2)
+    checkpoint(tmp_path, 4)
+    checkpoint(tmp_path, 8, complete=False)
+    damage_truncate(checkpoint(tmp_path, 10) / "optimizer.pt")
+    (tmp_path / "checkpoint-best").mkdir()
+    found = newest_whole(tmp_path)
+    assert found.path.name == "checkpoint-4"
+    assert [one.split()[0] for one in found.skipped] == ["checkpoint-10", "checkpoint-8"]
+    assert "optimizer.pt has 2999 of 3000 bytes" in found.skipped[0]
+
+
+def test_without_a_whole_one_every_fault_is_told(tmp_path):
+    checkpoint(tmp_path, 2, complete=False)
+    damage_drop(checkpoint(tmp_path, 4) / "optimizer.pt")
+    with pytest.raises(RefusedInputError) as refused:
+        newest_whole(tmp_path)
+    assert len(refused.value.faults) == 2
+    assert "optimizer.pt is missing" in str(refused.value)
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        newest_whole(tmp_path / "checkpoint-2")
+    with pytest.raises(RefusedInputError, match="has no checkpoint_complete"):
+        named_checkpoint(tmp_path / "checkpoint-2")
+
+
+def test_what_is_in_the_way_is_kept_under_another_name(tmp_path):
+    told: list[str] = []
+    checkpoint(tmp_path, 2)
+    checkpoint(tmp_path, 4)
+    checkpoint(tmp_path, 6)
+    for _ in range(2):
+        checkpoint(tmp_path, 5, complete=False)
+        set_aside(tmp_path, after_step=4, notify=told.append)
+    names = {path.name for path in tmp_path.iterdir()}
+    aside = {"incomplete-checkpoint-5", "incomplete-checkpoint-5-2", "superseded-checkpoint-6"}
+    assert names == {"checkpoint-2", "checkpoint-4"} | aside
+    assert len(told) == 3
+    assert newest_whole(tmp_path).path.name == "checkpoint-4"
+
+
+def test_rotation_keeps_two_whole_ones_and_every_half_one(tmp_path):
+    for step in (2, 4, 6, 8):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 1, complete=False)
+    rotate(tmp_path, limit=None, best=None, notify=print)
+    assert len(list(tmp_path.iterdir())) == 5
+    rotate(tmp_path, limit=1, best=str(tmp_path / "checkpoint-2"), notify=print)
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{step}" for step in (1, 2, 6, 8)}

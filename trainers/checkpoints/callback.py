@@ -1,0 +1,180 @@
+"""`CheckpointCallback`: a checkpoint counts when all ranks have written theirs and a record names every file.
+
+In transformers 5.17.0 `Trainer._save_checkpoint` writes into `checkpoint-N` file by file, deletes older checkpoints
+before the new one is on the disk, and `get_last_checkpoint` takes the newest directory whatever it holds. `on_save`
+comes right after, on every rank: there the files are flushed, the ranks agree, and the first one writes the record.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from .record import flush_tree, write_record
+from .resume_rules import compared
+from .run_facts import run_facts
+from .selection import Selection, checkpoints, named_checkpoint, newest_whole, rotate, set_aside
+
+
+class CheckpointCallback(TrainerCallback):
+    """Whole checkpoints with any Trainer: marked complete when they are, found again, and never deleted half.
+
+    Attach it last, so that what other callbacks add to a checkpoint is in its record. Checkpoints that are not whole,
+    and those past the step that a run goes on from, are renamed when training begins; `save_total_limit` keeps its
+    meaning, but for at least two that stay. All ranks must see one output directory.
+
+    Args:
+        facts: What else a checkpoint remembers of its run and a resumed one is compared with, such as the plan.
+        notify: Receives what is skipped, renamed and remarked, on the first rank.
+
+    >>> checkpoints = CheckpointCallback()  # doctest: +SKIP
+    >>> checkpoints.attach(trainer)  # doctest: +SKIP
+    >>> trainer.train(resume_from_checkpoint=checkpoints.newest())  # doctest: +SKIP
+    """
+
+    def __init__(self, facts: Mapping[str, Any] | None = None, *, notify: Callable[[str], None] | None = None) -> None:
+        self._own_facts = dict(facts or {})
+        self._notify = notify or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._trainer: Any = None
+        self._facts: dict[str, Any] | None = None
+        self._limit: int | None = None
+
+    def attach(self, trainer: Any) -> None:
+        """Add this callback to a Trainer, behind all others."""
+        self._trainer = trainer
+        trainer.add_callback(self)
+
+    def asked(self, resume: str | bool | None) -> str | None:
+        """Return what `TrainingArguments.resume_from_checkpoint` asks for: a named checkpoint, or with true the newest.
+
+        Every rank must call it; `newest` and `named` say what it raises.
+        """
+        if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):
+            return self.named(resume)
+        return self.newest() if str(resume).lower() == "true" else None
+
+    def newest(self) -> str | None:
+        """Return the newest whole checkpoint of the output directory; `None`, said aloud, where it holds none at all.
+
+        Every rank must call it.
+
+        Raises:
+            RefusedInputError: there are checkpoints, but none is whole.
+            UsageError: the run differs from the one that saved it in what cannot be carried over.
+        """
+        output_dir = Path(self._trainer.args.output_dir)
+        if not checkpoints(output_dir):
+            if self._trainer.args.process_index == 0:
+                self._notify(f"{output_dir} holds no checkpoint: training begins at step 0")
+            return None
+        return self._resumed(lambda: newest_whole(output_dir))
+
+    def named(self, path: str) -> str:
+        """Return a checkpoint that the user named, after the same checks. Every rank must call it.
+
+        Raises:
+            RefusedInputError: it is not whole.
+            UsageError: it is no directory, or the run differs in what cannot be carried over.
+        """
+        return self._resumed(lambda: named_checkpoint(Path(path)))
+
+    def _resumed(self, choose: Callable[[], Selection]) -> str:
+        """Choose on the first rank alone, which reads every byte, and tell the others."""
+        facts = self._run_facts()
+        answer: list[Any] = [None]
+        if self._trainer.args.process_index == 0:
+            try:
+                selection = choose()
+                faults, remarks = compared(selection.record.facts, facts)
+                if faults:
+                    raise UsageError(faults)
+                for line in (*(f"skipped: {one}" for one in selection.skipped), *remarks):
+                    self._notify(line)
+                self._notify(f"resuming from {selection.path.name}")
+                answer = [str(selection.path)]
+            except ShardwrightError as error:
+                answer = [error]
+        found = _from_first(answer)[0]
+        if isinstance(found, ShardwrightError):
+            raise found
+        return str(found)
+
+    def _run_facts(self) -> dict[str, Any]:
+        if self._facts is None:
+            self._facts = run_facts(self._trainer) | self._own_facts
+        return self._facts
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Clear the way for the checkpoints of this run, and take over their rotation.
+
+        Raises:
+            UsageError: it was not attached.
+        """
+        if self._trainer is None:
+            fix = "write CheckpointCallback().attach(trainer) instead of callbacks=[CheckpointCallback()]"
+            raise UsageError(Fault(where="CheckpointCallback", rule="knows no trainer", fix=fix))
+        self._facts = None
+        self._run_facts()
+        self._limit, args.save_total_limit = args.save_total_limit, None
+        if args.should_save and Path(args.output_dir).is_dir():
+            set_aside(Path(args.output_dir), after_step=state.global_step, notify=self._notify)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Flush, agree, and mark the checkpoint complete.
+
+        Raises:
+            ShardwrightError: a rank could not; the checkpoint stays incomplete, older ones stay whole.
+        """
+        output_dir = Path(args.output_dir)
+        directory = output_dir / f"checkpoint-{state.global_step}"
+        if args.local_process_index == 0:
+            _agree(lambda: flush_tree(directory), f"{directory} could not be flushed to the disk")
+        else:
+            _agree(None, f"{directory} could not be flushed to the disk")
+
+        def finish() -> None:
+            write_record(directory, step=state.global_step, facts=self._run_facts())
+            rotate(output_dir, limit=self._limit, best=state.best_model_checkpoint, notify=self._notify)
+
+        _agree(finish if args.should_save else None, f"{directory} could not be marked complete")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the Trainer its own rotation back."""
+        args.save_total_limit = self._limit
+
+
+def _agree(work: Callable[[], None] | None, what: str) -> None:
+    """Do this rank's part, if it has one, and fail on every rank when it fails on one."""
+    failure: Exception | None = None
+    try:
+        if work is not None:
+            work()
+    except (OSError, ShardwrightError) as error:
+        failure = error
+    told = _gathered(None if failure is None else f"{what}: {failure}")
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed:
+        raise ShardwrightError("; ".join(failed)) from failure
+
+
+def _gathered(mine: str | None) -> list[str | None]:
+    import torch.distributed as distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [mine]
+    everyone: list[str | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _from_first(answer: list[Any]) -> list[Any]:
+    import torch.distributed as distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.broadcast_object_list(answer, src=0)
+    return answer
