@@ -177,11 +177,14 @@ def train(flags: argparse.Namespace) -> None:
     seconds = time.monotonic() - started
     losses = recorder.mean_over_ranks()
     if flags.losses_json is not None and arguments.process_index == 0:
-        record = {"engine": engine, "world_size": arguments.world_size, "seconds": seconds, "losses": losses}
-        flags.losses_json.parent.mkdir(parents=True, exist_ok=True)
-        flags.losses_json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        _write_losses(flags.losses_json, engine=engine, world_size=arguments.world_size, seconds=seconds, losses=losses)
     if flags.save:
         save_model_directory(trainer, str(flags.output_dir))
+
+
+def _write_losses(file: Path, **record: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def plan_callback(flags: argparse.Namespace) -> PlanCallback | None:

@@ -82,8 +82,9 @@ def _not_whole(path: Path, why: str) -> Fault:
     fix = "resume from another, or start anew from its weights by naming it as the model"
     return Fault(where=str(path), rule=f"is not a whole checkpoint: {why}", fix=fix)
 
+
+def set_aside(output_dir: Path, *, after_step: int, notify: Callable[[str], None]) -> None:
     """Rename what a run must not write into: checkpoints past the step where it begins, and those cut short."""
-    """Rename what a run must not write into: checkpoints past the step where it begins, and those that are not whole."""
     for step, path in checkpoints(output_dir).items():
         try:
             read_record(path)
