@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shardwright.ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
 from shardwright.plugins.metering.byte_meter import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
-from shardwright.trainers.losses.fused_loss import fused_token_loss
-from shardwright.trainers.losses.fused_memory import fused_peak_bytes
+from shardwright.trainers.losses.fused_loss import BLOCK_BYTES, SCALED_ROWS, fused_token_loss
 from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective
 from shardwright.trainers.losses.plain_loss import plain_token_loss
 
@@ -28,7 +28,48 @@ MEASURED = Path(__file__).with_name("kd_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "explain" / "losses.md"
 REPETITIONS = 2
 TARGET_BYTES = 3.5e9
+_BYTES_OF_A_ROW = 32
+"""A weight and seven values, in fp32."""
+_BLOCK_BYTES_OF_A_LOGIT = 45
+"""11 fp32 temporaries and a mask, where τ ≠ 1 and all telemetry is wanted; every divergence needs that many."""
 OBJECTIVE = TokenObjective(alpha=0.5, temperature=2.0, divergence="jsd", mixture=0.5)
+
+
+def fused_peak_bytes(
+    *,
+    rows: int,
+    hidden_width: int,
+    columns: int,
+    element_bytes: int = 2,
+    teacher_element_bytes: int = 2,
+    trains_head: bool = True,
+    soft_cap: bool = False,
+    chunk_rows: int | None = None,
+    device: str = "cuda",
+) -> int:
+    """Return the most bytes that forward and backward of `fused_token_loss` hold, gradients returned included.
+
+    Hidden states and heads of both models exist before and are not counted; the teacher is one of `HiddenTargets` with
+    as many columns, and has a soft-cap where the student has one. With n rows in a chunk, b in a block, e and e_t
+    bytes per element::
+
+        forward   N (H e + 32) + 4 V H + n V (e + e_t) + b V (45 + 4 [e = 2 or soft-cap] + 4 [e_t = 2] + e_t [soft-cap])
+        backward  N (H e + 32) + 4 V H + V H e [e = 2]
+
+    without the terms in V H where the head is frozen. It is metered, not derived, that a block takes so much; without
+    telemetry or at τ = 1 it takes less. `device` is "cpu" or "cuda".
+    """
+    chunk = even_chunk_rows(rows, chunk_rows or most_chunk_rows(columns * (element_bytes + teacher_element_bytes)))
+    block = min(chunk, block_rows(columns, BLOCK_BYTES[device]))
+    short = element_bytes < 4
+    more = 4 * (short or soft_cap) + 4 * (teacher_element_bytes < 4) + teacher_element_bytes * soft_cap
+    elementwise = chunk * columns * teacher_element_bytes + block * columns * (_BLOCK_BYTES_OF_A_LOGIT + more)
+    product_bytes = 4 if device == "cuda" else element_bytes
+    head_part = min(HEAD_ROWS, columns) * hidden_width * product_bytes * (short and trains_head)
+    gradients = rows * (hidden_width * element_bytes + _BYTES_OF_A_ROW) + 4 * columns * hidden_width * trains_head
+    scaled = 4 * min(SCALED_ROWS, rows) * hidden_width * short
+    cast = columns * hidden_width * element_bytes * (short and trains_head)
+    return gradients + max(chunk * columns * element_bytes + max(elementwise, head_part), scaled, cast)
 
 
 @dataclass(frozen=True, kw_only=True)

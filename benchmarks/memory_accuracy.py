@@ -18,7 +18,8 @@ from statistics import mean
 from memory_cases import VALUES, Case, grid
 from memory_estimators import accelerate_estimate, deepspeed_estimate
 from metered_launch import measure_cases
-from shardwright.ds_configs.memory.cpu_memory import CpuMemory, estimate_cpu_memory
+from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from shardwright.ds_configs.memory.estimate import ALLOCATED_OVER_PREDICTED
 
 MEASURED = Path(__file__).with_name("memory_accuracy.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "memory.md"
@@ -32,17 +33,24 @@ class Row:
     case: Case
     metered_bytes: int
     metered_phase: str
-    predicted: CpuMemory
+    predicted_bytes: int
 
     @property
     def error(self) -> float:
         """Relative error of the prediction, positive when it is too large."""
-        return self.predicted.peak_bytes / self.metered_bytes - 1
+        return self.predicted_bytes / self.metered_bytes - 1
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Bytes between which the prediction expects the peak."""
+        low, high = ALLOCATED_OVER_PREDICTED.low, ALLOCATED_OVER_PREDICTED.high
+        return round(self.predicted_bytes * low), round(self.predicted_bytes * high)
 
     @property
     def held(self) -> bool:
         """Whether the interval holds the metered peak."""
-        return self.predicted.low_bytes <= self.metered_bytes <= self.predicted.high_bytes
+        low, high = self.interval
+        return low <= self.metered_bytes <= high
 
 
 def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
@@ -58,8 +66,9 @@ def rows(records: Iterable[dict[str, object]]) -> list[Row]:
         peaks: dict[str, int] = record["peaks"]  # type: ignore[assignment]
         phases = {name: peak for name, peak in peaks.items() if name not in ("init", "other")}
         phase = max(phases, key=lambda name: phases[name])
-        predicted = estimate_cpu_memory(case.strategy(), case.spec(), case.job())
-        found.append(Row(case=case, metered_bytes=phases[phase], metered_phase=phase, predicted=predicted))
+        terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+        predicted = max(sum(terms[name].values()) for name in terms if name != "init")
+        found.append(Row(case=case, metered_bytes=phases[phase], metered_phase=phase, predicted_bytes=predicted))
     return found
 
 
@@ -67,10 +76,10 @@ def case_table(found: Sequence[Row]) -> str:
     """Return one markdown line for each case."""
     lines = ["| case | metered MB | at its peak in | predicted MB | error | interval |", "|---|---|---|---|---|---|"]
     for row in found:
-        predicted = row.predicted
+        low, high = row.interval
         lines.append(
-            f"| {row.case.name} | {_mb(row.metered_bytes)} | {row.metered_phase} | {_mb(predicted.peak_bytes)} | "
-            f"{row.error:+.1%} | {_mb(predicted.low_bytes)} to {_mb(predicted.high_bytes)}"
+            f"| {row.case.name} | {_mb(row.metered_bytes)} | {row.metered_phase} | {_mb(row.predicted_bytes)} | "
+            f"{row.error:+.1%} | {_mb(low)} to {_mb(high)}"
             f"{'' if row.held else ', missed'} |"
         )
     return "\n".join(lines)

@@ -13,12 +13,14 @@ import torch
 from memory_cases import Case
 from metered_training import plan_of, train_metered
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
 from shardwright.plugins.metering.byte_meter import ByteMeter, MeterReading
 
 
 def main(cases_file: Path, output: Path) -> None:
     """Measure every case of a JSON file and append one line for each to `output` on rank 0."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from fresh_process import forget_last_run
+
     cases = [Case(**values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
     for case in cases:
         reading = measure(case)

@@ -18,7 +18,7 @@ from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
 from shardwright.plugins.metering.byte_meter import ByteMeter, MeterReading
 from shardwright.plugins.metering.trainer_phases import meter_trainer
@@ -28,6 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 def main(cases_file: Path, output: Path) -> None:
     """Measure every case of a JSON file and append one line for each, with all ranks' readings, on rank 0."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from fresh_process import forget_last_run
+
     cases = [Case(**values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
     for case in cases:
         reading = measure(case)

@@ -6,53 +6,14 @@ attention always takes the fused kernel (`attention_path` picks the math kernel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
-from .estimate import ALLOCATED_OVER_PREDICTED
 from .host_memory import offload_terms
 from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
 from .rank_parameters import RankParameters, growing_gradients, share_parameters
 from .shares import RankShare, rank_shares
 from .tensor_terms import ActivationSource, share_moment_terms
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CpuMemory:
-    """Tensor bytes of one CPU rank."""
-
-    peak_bytes: int
-    """Expected peak."""
-    low_bytes: int
-    """Lower end of the interval."""
-    high_bytes: int
-    """Upper end of the interval."""
-    phase: Phase
-    """The phase of the peak."""
-    phases: dict[Phase, Terms]
-    """Named bytes of each phase at its fullest moment."""
-
-
-def estimate_cpu_memory(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, *, activations: ActivationSource | None = None
-) -> CpuMemory:
-    """Return the peak of a training step on one CPU rank, with the interval of the tensor terms.
-
-    Raises:
-        UnknownFamilyError: no stored coefficients and no `activations` given.
-    """
-    phases = cpu_rank_terms(strategy, model, job, activations=activations)
-    totals = {name: sum(terms.values()) for name, terms in phases.items() if name != "init"}
-    phase = max(totals, key=lambda name: totals[name])
-    return CpuMemory(
-        peak_bytes=totals[phase],
-        low_bytes=round(totals[phase] * ALLOCATED_OVER_PREDICTED.low),
-        high_bytes=round(totals[phase] * ALLOCATED_OVER_PREDICTED.high),
-        phase=phase,
-        phases=phases,
-    )
 
 
 def cpu_rank_terms(

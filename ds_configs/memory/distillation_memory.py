@@ -164,6 +164,21 @@ def distillation_loss_terms(strategy: Strategy, model: ModelSpec, job: TrainingJ
     return at_moments({}, forward_end=forward, loss_backward=backward)
 
 
+def most_chunk_rows(bytes_of_a_row: int) -> int:
+    """Return how many rows' products, of student and teacher together, fit `CHUNK_BYTES`."""
+    return max(1, CHUNK_BYTES // bytes_of_a_row)
+
+
+def even_chunk_rows(rows: int, most: int) -> int:
+    """Return the rows of a chunk of an even split: a short last one would move the head's gradient for little."""
+    return max(1, -(-rows // max(1, -(-rows // most))))
+
+
+def block_rows(columns: int, block_bytes: int) -> int:
+    """Return how many rows of fp32 logits fit a block."""
+    return max(1, block_bytes // (4 * columns))
+
+
 def fused_temporary_bytes(
     student: ModelSpec, teacher: ModelSpec, tokens: int, job: TrainingJob, *, block_bytes: int = BLOCK_BYTES
 ) -> int:
@@ -173,9 +188,8 @@ def fused_temporary_bytes(
     `b V (49 + c + 4 [c = 2])` and of the rows of the head whose gradient is added.
     """
     width, columns, taught_columns = job.compute_bytes, student.dimensions.vocab_size, teacher.dimensions.vocab_size
-    most = max(1, CHUNK_BYTES // (width * (columns + taught_columns)))
-    rows = -(-tokens // -(-tokens // most))
-    block = min(rows, max(1, block_bytes // (4 * columns)))
+    rows = even_chunk_rows(tokens, most_chunk_rows(width * (columns + taught_columns)))
+    block = min(rows, block_rows(columns, block_bytes))
     bytes_of_a_logit = _BLOCK_BYTES_OF_A_LOGIT + width + (4 if width == 2 else 0)
     elementwise = width * rows * taught_columns + block * max(columns, taught_columns) * bytes_of_a_logit
     adds = job.method == "full" and width == 2

@@ -17,15 +17,12 @@ Seen with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.1
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ..deepspeed.auto_tp import forget_tensor_parallel
-from ..deepspeed.ulysses import forget_sequence_parallelism
 from ..launching.shared_memory import release_buffer
 
 Engine = Literal["ddp", "deepspeed", "fsdp2"]
@@ -87,47 +84,6 @@ def _accept_indexed_cpu() -> None:
         return storage if location.startswith("cpu:") else None
 
     register_package(15, lambda storage: None, on_cpu)
-
-
-def forget_last_run() -> None:
-    """Bring the singletons of Accelerate, Transformers and DeepSpeed back to a fresh process; the process group stays.
-
-    Several Trainers of different engines can then train one after the other. ZeRO-3 replaces
-    ``torch.nn.functional.linear`` for the whole process and leaves it so (deepspeed 0.19.8, partition_parameters.py).
-    """
-    import gc
-
-    import torch
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
-    forget_sequence_parallelism()
-    forget_tensor_parallel()
-    _forget_parallel_groups()
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        os.environ.pop(name, None)
-    torch.nn.functional.linear = torch._C._nn.linear
-    gc.collect()
-
-
-def _forget_parallel_groups() -> None:
-    """Let the next engine form its own groups of ranks; deepspeed 0.19.8 keeps those of the last in utils/groups.py."""
-    if "deepspeed" not in sys.modules:
-        return
-    from deepspeed.utils import groups
-
-    groups.mpu = groups.mesh_device = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    for kept in (
-        groups._EXPERT_PARALLEL_GROUP,
-        groups._EXPERT_PARALLEL_GROUP_RANKS,
-        groups._EXPERT_DATA_PARALLEL_GROUP,
-        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
-        groups._ALL_TO_ALL_GROUP,
-    ):
-        kept.clear()
 
 
 def _start_gloo_state(*, deepspeed: bool) -> None:

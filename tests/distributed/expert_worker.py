@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import torch
 from expert_cases import CASES, ROWS, SAVED_AT, Case, collate, model, own_loss_trainer, samples
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from fresh_process import forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed import auto_ep
 from shardwright.plugins.transformers.training_arguments import save_model_directory
 from shardwright.trainers.parallel.expert.callback import ExpertParallelCallback

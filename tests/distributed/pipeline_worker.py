@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fresh_process import forget_last_run
 from pipeline_cases import FOUR_RANKS, RESUMED, TWO_RANKS, Case, collate, data_of, samples, untrained_model
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.engine import whole_logits
 from shardwright.plugins.transformers.training_arguments import save_model_directory
 from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distillation_cases import VOCAB, collate, samples
+from fresh_process import forget_last_run
 from qat_cases import (
     ADAM_LEARNING_RATE,
     CASES,
@@ -20,7 +21,7 @@ from qat_cases import (
     callback_settings,
     model_directory,
 )
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def trained(case: Case, directory: Path, output: Path) -> None:

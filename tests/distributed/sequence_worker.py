@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fresh_process import forget_last_run
 from sequence_cases import FOUR_RANKS, TWO_RANKS, Case, arguments, make_trainer, model, padded, run, samples
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def train(case: Case, output: Path) -> None:

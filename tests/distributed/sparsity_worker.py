@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from fresh_process import forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from sparsity_cases import EVERY, SAVED_AT, Case, train
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, deepspeed_configuration
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from fresh_process import forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import save_model_directory
 
 SEED_TOKENS = [[(row * 7 + column * 3) % 512 for column in range(16)] for row in range(16)]

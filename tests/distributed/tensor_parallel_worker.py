@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy
 import torch
+from fresh_process import forget_last_run
 from safetensors.torch import save_file
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import save_model_directory
 from shardwright.trainers.parallel.tensor.callback import TensorParallelCallback
 from tensor_parallel_cases import FOUR_RANKS, GLOBAL_BATCH_SIZE, RESUMED, RESUMED_AT, TP, TWO_RANKS, Case, probe

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_process import forget_last_run
 from safetensors.torch import load_file
-from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
 from tensor_parallel_cases import (
     EVALUATION_SAMPLES,
     FOUR_RANKS,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.memory.distillation_memory import BLOCK_BYTES as ACCELERATOR_BLOCK_BYTES
+from ...ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
 from ...plugins.transformers.output_heads import OutputHead
-from .fused_memory import HEAD_ROWS, SCALED_ROWS, default_block_rows, default_chunk_rows, even_chunk_rows
 from .fused_rows import RowWork, chunk_rows_and_gradient
 from .objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, TopKTargets
 from .plain_loss import row_losses, row_weights, shared_columns, valid_rows
@@ -22,6 +23,10 @@ from .top_k import check_targets, rows_of
 if TYPE_CHECKING:
     import torch
 
+BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": ACCELERATOR_BLOCK_BYTES}
+"""One fp32 temporary of a block stays below this: small for a CPU's cache, large enough to keep a GPU busy."""
+SCALED_ROWS = 1024
+"""Rows of a 16-bit gradient that are multiplied at once in the backward pass."""
 _FP16_GRADIENT_SCALE = 256.0
 """A gradient of 1e-6, which fp16 keeps two digits of, has a full significand at this scale."""
 
@@ -62,7 +67,7 @@ def fused_token_loss(
         weights_N=weights_N,
         teacher=teacher,
         objective=objective,
-        chunk_rows=chunk_rows or default_chunk_rows(student_head.vocab_size * dtype.itemsize + _taught_bytes(teacher)),
+        chunk_rows=chunk_rows or most_chunk_rows(student_head.vocab_size * dtype.itemsize + _taught_bytes(teacher)),
         telemetry=telemetry,
         dtype=dtype,
         differentiates=torch.is_grad_enabled(),
@@ -101,7 +106,9 @@ class _Work:
             telemetry=self.telemetry,
             gradient=gradient,
             gradient_scale=_FP16_GRADIENT_SCALE if self.dtype == torch.float16 else 1.0,
-            block_rows=default_block_rows(self.head.vocab_size, self.labels_N.device.type),
+            block_rows=block_rows(
+                self.head.vocab_size, BLOCK_BYTES.get(self.labels_N.device.type, ACCELERATOR_BLOCK_BYTES)
+            ),
         )
 
 

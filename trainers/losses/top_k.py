@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def top_k_targets(logits_NV: torch.Tensor, k: int, temperature: float, vocab_size: int | None = None) -> TopKTargets:
-    """Return the K likeliest of the first `vocab_size` tokens at a temperature, and the mass of the others."""
-    import torch
-
-    log_p_NV = torch.log_softmax(logits_NV[:, :vocab_size].float() / temperature, dim=-1)
-    top = log_p_NV.topk(min(k, log_p_NV.shape[1]), dim=-1)
-    return TopKTargets(
-        ids_NK=top.indices,
-        log_probabilities_NK=top.values,
-        tail_log_probability_N=_log_tail(log_p_NV, top.indices),
-        temperature=temperature,
-    )
-
-
 def check_targets(targets: TopKTargets, objective: TokenObjective, columns: int) -> None:
     """Refuse targets of another temperature, or with tokens beyond the columns that are compared.
 

@@ -403,7 +403,7 @@ def test_files_of_a_checkpoint_are_found_once_and_at_one_commit(models, tmp_path
 def test_the_mode_of_cut_layers_ends_with_their_run():
     """DeepSpeed's layers ask one mode of the process in every forward pass (seen in 0.19.8)."""
     from deepspeed.module_inject import layers
-    from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
+    from fresh_process import forget_last_run
     from shardwright.plugins.deepspeed_pipeline.tensor_parallel import divide_layer
 
     divide_layer(torch.nn.Module(), None)

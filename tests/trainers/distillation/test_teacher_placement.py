@@ -14,9 +14,6 @@ from paths import TESTS
 from planning import llama, public_model
 from shardwright.cli.main import run
 from shardwright.ds_configs.memory.distillation_memory import (
-    BLOCK_BYTES,
-    CHUNK_BYTES,
-    HEAD_ROWS,
     TEACHER_ZERO,
     distillation_loss_terms,
     fused_temporary_bytes,
@@ -191,18 +188,11 @@ class TestMemory:
 class TestFusedLoss:
     """The plan's formula against the loss itself."""
 
-    def test_sizes_of_its_pieces(self):
-        from shardwright.trainers.losses import fused_memory
-
-        assert fused_memory.CHUNK_BYTES == CHUNK_BYTES
-        assert fused_memory.BLOCK_BYTES["cuda"] == BLOCK_BYTES
-        assert fused_memory.HEAD_ROWS == HEAD_ROWS
-
     @pytest.mark.parametrize("precision", ["bf16", "fp32"])
     @pytest.mark.parametrize("method", ["full", "lora"])
     @pytest.mark.parametrize(("vocab", "hidden", "tokens"), [(128_256, 4096, 8192), (32_000, 512, 300), (1000, 64, 7)])
     def test_the_formula_is_that_of_the_loss(self, precision, method, vocab, hidden, tokens):
-        from shardwright.trainers.losses.fused_memory import fused_peak_bytes
+        from kd_memory import fused_peak_bytes
 
         student = llama(hidden_size=hidden, vocab_size=vocab)
         job = TrainingJob(teacher=student, precision=precision, method=method, seq_len_tokens=tokens)
@@ -226,8 +216,8 @@ class TestFusedLoss:
         import torch
         from shardwright.plugins.metering.byte_meter import ByteMeter
         from shardwright.plugins.transformers.output_heads import OutputHead
+        from shardwright.trainers.losses.fused_loss import BLOCK_BYTES as BLOCKS
         from shardwright.trainers.losses.fused_loss import fused_token_loss
-        from shardwright.trainers.losses.fused_memory import BLOCK_BYTES as BLOCKS
         from shardwright.trainers.losses.objective import HiddenTargets, TokenObjective
 
         tokens, hidden, taught_hidden, vocab = 96, 32, 48, 20_000

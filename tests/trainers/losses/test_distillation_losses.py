@@ -10,16 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kd_memory import fused_peak_bytes
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.metering.byte_meter import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
-from shardwright.trainers.losses import fused_memory
+from shardwright.trainers.losses import fused_loss
 from shardwright.trainers.losses.divergences import divergence_and_gradient, divergence_rows
 from shardwright.trainers.losses.fused_loss import fused_token_loss
-from shardwright.trainers.losses.fused_memory import fused_peak_bytes
-from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective, TokenSums
+from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective, TokenSums, TopKTargets
 from shardwright.trainers.losses.plain_loss import plain_token_loss
-from shardwright.trainers.losses.top_k import top_k_divergence_rows, top_k_targets
+from shardwright.trainers.losses.top_k import binned, top_k_divergence_rows
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +27,19 @@ KINDS = ("forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl", "t
 MIXTURE = 0.3
 WIDTH = 24
 MASKS = ("none", "partly", "one row", "all")
+
+
+def top_k_targets(logits_NV: torch.Tensor, k: int, temperature: float, vocab_size: int | None = None) -> TopKTargets:
+    """The K likeliest of the first `vocab_size` tokens at a temperature, and the mass of the others."""
+    log_p_NV = torch.log_softmax(logits_NV[:, :vocab_size].double() / temperature, dim=-1)
+    top = log_p_NV.topk(min(k, log_p_NV.shape[1]), dim=-1)
+    others_NV = log_p_NV.scatter(1, top.indices, -torch.inf)
+    return TopKTargets(
+        ids_NK=top.indices,
+        log_probabilities_NK=top.values.float(),
+        tail_log_probability_N=others_NV.logsumexp(-1).float(),
+        temperature=temperature,
+    )
 
 
 def reference_divergence(kind: str, p: torch.Tensor, q: torch.Tensor, mixture: float = MIXTURE) -> torch.Tensor:
@@ -427,11 +440,12 @@ def test_top_k_is_a_lower_bound_and_zero_for_equal_models(seed: int, k: int) -> 
 
 
 def test_a_tail_far_below_one_keeps_its_digits() -> None:
-    taught = torch.tensor([[30.0, 29.0, -4.0, -5.0]])
-    targets = top_k_targets(taught, 2, 1.0)
-    expected = taught.double().log_softmax(-1)[:, 2:].logsumexp(-1)
-    assert torch.allclose(targets.tail_log_probability_N.double(), expected, rtol=1e-6)
-    assert top_k_targets(taught, 9, 1.0).tail_log_probability_N.tolist() == [-torch.inf]
+    logits = torch.tensor([[30.0, 29.0, -4.0, -5.0]])
+    student, _ = binned(logits.log_softmax(-1), top_k_targets(logits, 2, 1.0))
+    expected = logits.double().log_softmax(-1)[:, 2:].logsumexp(-1)
+    assert torch.allclose(student[:, -1].double(), expected, rtol=1e-6)
+    student, _ = binned(logits.log_softmax(-1), top_k_targets(logits, 9, 1.0))
+    assert student[:, -1].tolist() == [-torch.inf]
 
 
 def test_top_k_that_does_not_belong_is_refused() -> None:
@@ -447,7 +461,7 @@ def test_top_k_that_does_not_belong_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fused_memory.BLOCK_BYTES, "cpu", 40_000)
+    monkeypatch.setitem(fused_loss.BLOCK_BYTES, "cpu", 40_000)
     sizes = ((256, 64, 1000), (100, 128, 9000), (40, 512, 900))
     for (rows, width, columns), trains, chunk, cap in product(sizes, (True, False), (None, 32), (None, 5.0)):
         hidden = torch.randn(rows, width).to(dtype).requires_grad_()

@@ -175,7 +175,7 @@ def test_models_that_would_not_train_the_same_are_refused(model: Any, named: str
 @pytest.fixture
 def arguments(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Return what makes TrainingArguments with DeepSpeed, and bring the process back to a fresh one afterwards."""
-    from shardwright.plugins.accelerate.cpu_ranks import forget_last_run
+    from fresh_process import forget_last_run
     from transformers import TrainingArguments
 
     def make(section: dict[str, Any] | None = None, stage: int = 2, **settings: Any) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_process import forget_last_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import LAYERS, Case, data_of, untrained_model
 from planning import MODELS
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.specs.stages import PipelineStage, contiguous_stages, partition_faults
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
