@@ -17,9 +17,9 @@ from statistics import mean
 from typing import Any
 
 import torch
+from shardwright.plugins.safetensors.reading import read_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.text import pack, read_documents
-from shardwright.trainers.distillation.student.files import TeacherTensors
 from shardwright.trainers.distillation.student.importance import Scores
 from shardwright.trainers.distillation.student.maker import make_student, plan_student, student_scores
 from shardwright.trainers.distillation.student.request import StudentRequest
@@ -100,7 +100,7 @@ class Cutter:
     def scores(self, **request: Any) -> Scores:
         """Return the importance that a request asks for."""
         return student_scores(
-            plan_student(str(self.teacher), StudentRequest(**request)), self.teacher, TeacherTensors(self.teacher)
+            plan_student(str(self.teacher), StudentRequest(**request)), self.teacher, read_checkpoint(self.teacher)
         )
 
     def measure(self, scores: Scores | None = None, **request: Any) -> tuple[float, int]:

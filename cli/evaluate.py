@@ -98,13 +98,14 @@ def evaluate_command(
     format
         human or json; json prints one object on stdout.
     """
-    from ..ds_configs.plan.write import write_files
+    from ..ds_configs.plan.write import output_faults, write_files
     from ..trainers.evaluation.evaluate import evaluate_model
     from ..trainers.evaluation.report import report_files
     from ..trainers.evaluation.text_windows import TextRequest
 
     faults = _conflicts(text, dataset, tasks, limit, few_shot, include_path)
-    faults += _output_faults(output_dir, force=force)
+    # Before hours are spent on what the report says.
+    faults += [] if output_dir is None else output_faults(output_dir, force=force)
     if faults:
         raise UsageError(faults)
     request = TextRequest(
@@ -158,19 +159,6 @@ def _conflicts(
         if tasks is None and value is not None:
             faults.append(Fault(where=name, value=str(value), rule="is for --tasks, which is not given"))
     return faults
-
-
-def _output_faults(output_dir: Path | None, *, force: bool) -> list[Fault]:
-    """Return what keeps the report from being written, before hours are spent on what it says."""
-    if output_dir is None or not output_dir.exists():
-        return []
-    where, value = "--output-dir", str(output_dir)
-    if not output_dir.is_dir():
-        return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
-    if any(output_dir.iterdir()) and not force:
-        fix = "use --force to write the report into it"
-        return [Fault(where=where, value=value, rule="exists and is not empty", fix=fix)]
-    return []
 
 
 def _names(text: str) -> tuple[str, ...]:

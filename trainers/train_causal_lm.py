@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.plan.plan import Plan
+from ..ds_configs.plan.write import write_files
 from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ..plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ..plugins.deepspeed.engine import prepare_nvme_offload
@@ -183,8 +184,7 @@ def train(flags: argparse.Namespace) -> None:
 
 
 def _write_losses(file: Path, **record: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_files({file.name: json.dumps(record, indent=1) + "\n"}, file.parent, force=True)
 
 
 def plan_callback(flags: argparse.Namespace) -> PlanCallback | None:

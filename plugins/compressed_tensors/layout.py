@@ -18,7 +18,6 @@ from ...ds_configs.quantization.sizes import TensorShape, packed_tensors, tensor
 from ...ds_configs.specs.errors import RefusedInputError
 from ..llm_compressor.loading import stored_tensors
 
-_INDEX = "model.safetensors.index.json"
 _PACKED_PARTS = (
     "weight_packed",
     "weight_scale",
@@ -62,7 +61,7 @@ def layout_faults(
     except (OSError, ValueError) as error:
         return [f"config.json cannot be read ({error})"]
     chosen = tuple(layers)
-    faults = _index_faults(directory, stored)
+    faults: list[str] = []
     if scheme is not None and scheme.storage != "spqr":
         dtype = _dtype(config)
         for layer in chosen:
@@ -104,16 +103,6 @@ def _stray_faults(stored: Mapping[str, TensorShape], quantized: set[str]) -> lis
         f"{layer} has {', '.join(sorted(parts))}, and was not to be quantized"
         for layer, parts in sorted(strays.items())
     ]
-
-
-def _index_faults(directory: Path, stored: Mapping[str, TensorShape]) -> list[str]:
-    """Return what the index and the shards say of each other that is not so."""
-    index = directory / _INDEX
-    if not index.is_file():
-        return []
-    listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    faults = [f"{_INDEX} lists {name}, which no shard has" for name in sorted(listed - set(stored))]
-    return faults + [f"{_INDEX} does not list {name}" for name in sorted(set(stored) - listed)]
 
 
 def _config_faults(stated: Any, scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[str]:

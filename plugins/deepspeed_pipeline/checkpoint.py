@@ -4,23 +4,22 @@ Every stage's first data-parallel rank writes its own tensors beside the checkpo
 writes the index and moves everything into its place; no rank gathers another stage's. The directory must be one that
 all of these ranks see.
 
-While files are moved the directory has no index: it cannot be loaded until all of them lie there, and an interrupted
-save is never taken for a whole checkpoint of old and new weights.
+An interrupted save is never taken for a whole checkpoint of old and new weights: see `plugins/safetensors/writing.py`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.stages import PipelineStage
-from ..transformers.checkpoint_tensors import INDEX, SINGLE
+from ..safetensors.writing import SHARD_BYTES, name_shards, publish, save_tensors
 from .tensor_parallel import whole_tensor
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 CUT = "pipeline_cut.json"
 """Beside the state of a training: the stages that it belongs to."""
 _GO_ON = "resume with the stages of the checkpoint, or start anew from its weights: PipelineTrainer(model=directory)"
-LARGEST_FILE_BYTES = 5_000_000_000
-"""Tensors of one file together, unless a single one is larger."""
 
 
 def pipeline_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +76,7 @@ def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any 
 def save_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
     """Write beside the state of a training to which stages it belongs."""
     cut = _cut(stages, tensor_parallel_size, dual_pipe)
-    (directory / CUT).write_text(json.dumps(cut) + "\n", encoding="utf-8")
+    write_files({CUT: json.dumps(cut) + "\n"}, directory, force=True)
 
 
 def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
@@ -140,8 +137,6 @@ def _make_empty(directory: Path) -> None:
 
 
 def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
-    from safetensors.torch import save_file
-
     if module.tensor_parallel_rank:
         # Takes part in gathering each tensor and keeps none.
         for _ in pipeline_tensors(module):
@@ -151,7 +146,7 @@ def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
     for number, part in enumerate(_files((name, tensor.cpu()) for name, tensor in pipeline_tensors(module))):
         try:
             if failure is None:
-                save_file(part, directory / f"{prefix}-{number:05d}.safetensors", metadata={"format": "pt"})
+                save_tensors(part, directory / f"{prefix}-{number:05d}.safetensors")
         except Exception as error:
             # The group goes on gathering with this rank.
             failure = error
@@ -160,10 +155,10 @@ def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
 
 
 def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Divide tensors, in their order, into files of at most `LARGEST_FILE_BYTES`; one file is held at a time."""
+    """Divide tensors, in their order, into files of at most `SHARD_BYTES`; one file is held at a time."""
     part: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if part and sum(each.nbytes for each in part.values()) + tensor.nbytes > LARGEST_FILE_BYTES:
+        if part and sum(each.nbytes for each in part.values()) + tensor.nbytes > SHARD_BYTES:
             yield part
             part = {}
         part[name] = tensor.contiguous()
@@ -173,7 +168,7 @@ def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
     """Give the files their names, write index and config, and move all into their place, the index last."""
-    _name_files(unfinished)
+    name_shards(sorted(unfinished.glob("stage-*.safetensors")))
     parts = module.source
     written = deepcopy(parts.config if config is None else config)
     written.architectures = [parts.model_class]
@@ -181,49 +176,4 @@ def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
     written.save_pretrained(unfinished)
     if parts.generation_config is not None:
         parts.generation_config.save_pretrained(unfinished)
-    output.mkdir(parents=True, exist_ok=True)
-    # The one file by which the weights are found goes first and comes last.
-    found_by = INDEX if (unfinished / INDEX).exists() else SINGLE
-    new = sorted(unfinished.iterdir(), key=lambda path: path.name == found_by)
-    for path in new:
-        _flush(path)
-    for name in (INDEX, SINGLE):
-        (output / name).unlink(missing_ok=True)
-    _flush(output)
-    for stale in output.glob("model*.safetensors"):
-        stale.unlink()
-    for path in new:
-        if path.name == found_by:
-            _flush(output)
-        path.replace(output / path.name)
-    _flush(output)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _name_files(directory: Path) -> None:
-    from safetensors import safe_open
-
-    files = sorted(directory.glob("stage-*.safetensors"))
-    if len(files) == 1:
-        files[0].rename(directory / SINGLE)
-        return
-    weight_map: dict[str, str] = {}
-    parameters = size = 0
-    for number, path in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(path, framework="pt") as file:
-            weight_map |= dict.fromkeys(file.keys(), name)
-            for key in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(key)
-                parameters, size = parameters + tensor.numel(), size + tensor.nbytes
-        path.rename(directory / name)
-    index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    publish(unfinished, output)

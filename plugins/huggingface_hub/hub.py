@@ -6,7 +6,6 @@ branch name lies under its commit in the cache, where offline mode finds it agai
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from typing import Any
 
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ..safetensors.reading import check_names, checkpoint_files, read_checkpoint
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LARGEST_HEADER_BYTES = 100 * 2**20
-"""The limit of the safetensors format itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +77,9 @@ def _read_local(path: Path) -> ModelSource:
         raise UsageError(Fault(where="model", value=str(path), rule="has no config.json", fix=fix))
     try:
         config = parse_config_json(_read_config(file), source=str(path))
-        count = _local_checkpoint_parameters(path) if path.is_dir() else None
+        count = None
+        if path.is_dir() and checkpoint_files(path):
+            count = sum(tensor.elements for tensor in read_checkpoint(path).values())
     except OSError as error:
         where = error.filename or str(file)
         raise UsageError(Fault(where=str(where), rule=f"cannot be read ({error.strerror})")) from None
@@ -89,56 +89,6 @@ def _read_local(path: Path) -> ModelSource:
 def _read_config(file: Path) -> bytes:
     with file.open("rb") as stream:
         return stream.read(LARGEST_CONFIG_BYTES + 1)
-
-
-def _local_checkpoint_parameters(directory: Path) -> int | None:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RefusedInputError(Fault(where=str(index), rule=f"is not a safetensors index ({error!r})")) from None
-    elif (directory / "model.safetensors").is_file():
-        shards = ["model.safetensors"]
-    else:
-        return None
-    faults = [
-        Fault(where=str(index), value=shard, rule="must name a file of the same directory")
-        for shard in shards
-        if not isinstance(shard, str) or Path(shard).name != shard or not (directory / shard).is_file()
-    ]
-    if faults:
-        raise RefusedInputError(faults)
-    return sum(_header_elements(directory / shard) for shard in shards)
-
-
-def _header_elements(file: Path) -> int:
-    """Return the elements that a safetensors header lists; checks that the file is as long as it says."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER_BYTES, size - 8):
-                raise ValueError(f"header of {length} bytes in a file of {size}")
-            header = json.loads(stream.read(length))
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-        if 8 + length + end != size:
-            raise ValueError(f"header promises {8 + length + end} bytes, the file has {size}")
-        return sum(_product(entry["shape"]) for entry in tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise RefusedInputError(
-            Fault(where=str(file), rule=f"is not a whole safetensors file ({error})", fix="download it again")
-        ) from None
-
-
-def _product(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        if not isinstance(size, int) or size < 0:
-            raise ValueError(f"a tensor of shape {shape}")
-        count *= size
-    return count
 
 
 def _read_hub(model: str, revision: str | None) -> ModelSource:
@@ -176,6 +126,7 @@ def _hub_checkpoint_parameters(model: str, commit: str | None) -> int | None:
 
     try:
         metadata = get_safetensors_metadata(model, revision=commit)
+        check_names(model, metadata.files_metadata)
         return sum(int(count) for count in metadata.parameter_count.values())
     except NotASafetensorsRepoError:
         return None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,12 @@ from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import TensorShape
 from ...ds_configs.specs.errors import Fault
+from ..safetensors.writing import rename_tensors
 
 _EXPERT_WEIGHT = re.compile(r"(.+\.experts\.\d+\.\w+)\.weight")
 _WRITTEN_EXPERT = re.compile(r"(.+\.experts\.\d+)\.(gate_proj|down_proj|up_proj)\.(\w+)")
 _ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 _MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-_INDEX = "model.safetensors.index.json"
 
 
 def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str]) -> tuple[LinearLayer, ...]:
@@ -93,36 +90,9 @@ def restore_expert_names(directory: Path, source: Mapping[str, TensorShape]) -> 
     endings = {match[1].rpartition(".")[2] for match in map(_EXPERT_WEIGHT.fullmatch, source) if match}
     if endings != set(_MIXTRAL_NAMES.values()):
         return 0
-    changed = 0
-    for file in sorted(directory.glob("*.safetensors")):
-        changed += _rename_in_header(file)
-    index = directory / _INDEX
-    if index.is_file():
-        stated = json.loads(index.read_text(encoding="utf-8"))
-        stated["weight_map"] = {_original_name(name): shard for name, shard in stated["weight_map"].items()}
-        index.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
-    return changed
+    return rename_tensors(directory, _original_name)
 
 
 def _original_name(name: str) -> str:
     match = _WRITTEN_EXPERT.fullmatch(name)
     return name if match is None else f"{match[1]}.{_MIXTRAL_NAMES[match[2]]}.{match[3]}"
-
-
-def _rename_in_header(file: Path) -> int:
-    """Rename tensors in a safetensors file: a new header before the same data, without reading a tensor."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        renamed = {_original_name(name): entry for name, entry in header.items()}
-        if renamed.keys() == header.keys():
-            return 0
-        text = json.dumps(renamed, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        partial = file.with_name(f".{file.name}.partial")
-        with partial.open("wb") as target:
-            target.write(len(text).to_bytes(8, "little") + text)
-            shutil.copyfileobj(stream, target, 1 << 22)
-            target.flush()
-            os.fsync(target.fileno())
-    partial.replace(file)
-    return len(renamed.keys() - header.keys())

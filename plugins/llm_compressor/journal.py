@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.write import write_files
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault, UsageError
+from ..safetensors.reading import each_tensor, read_headers
+from ..safetensors.writing import save_tensors
 
 MANIFEST = "journal.json"
 _SCHEMA_VERSION = 1
@@ -80,41 +82,29 @@ class Journal:
         self.directory = directory
         self._identity = dict(identity)
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob("*.partial"):
+        for leftover in (*directory.glob(".layer-*"), *directory.glob(f".{MANIFEST}.*")):
             leftover.unlink()
         self.entries: tuple[JournalEntry, ...] = tuple(self._trusted())
         self._write_manifest()
 
     def record(self, *, phase: int, part: int, tensors: Mapping[str, Any]) -> None:
         """Write the tensors of a finished part; when this returns, they survive the loss of power."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        name = f"layer-{len(self.entries):05d}.safetensors"
-        partial = self.directory / f"{name}.partial"
-        try:
-            save_file({key: _owned(tensor) for key, tensor in tensors.items()}, str(partial))
-        except SafetensorError as error:
-            partial.unlink(missing_ok=True)
-            raise OSError(f"{self.directory}: {error}") from error
-        digest = _synced_digest(partial)
-        partial.replace(self.directory / name)
-        size_bytes = (self.directory / name).stat().st_size
-        entry = JournalEntry(phase=phase, part=part, file=name, size_bytes=size_bytes, blake2b=digest)
+        path = self.directory / f"layer-{len(self.entries):05d}.safetensors"
+        save_tensors(tensors, path)
+        size_bytes, digest = path.stat().st_size, _digest(path)
+        entry = JournalEntry(phase=phase, part=part, file=path.name, size_bytes=size_bytes, blake2b=digest)
         self.entries = (*self.entries, entry)
         self._write_manifest()
 
     def restore(self, entry: JournalEntry, model: Any) -> tuple[str, ...]:
         """Copy the tensors of a finished part into the model and return the names of the modules that have them."""
         from compressed_tensors.utils import update_offload_parameter
-        from safetensors import safe_open
 
         modules: dict[str, None] = {}
-        with safe_open(str(self.directory / entry.file), framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                module_name, _, tensor_name = name.rpartition(".")
-                modules[module_name] = None
-                update_offload_parameter(model.get_submodule(module_name), tensor_name, tensors.get_tensor(name))
+        for name, tensor in each_tensor(read_headers([self.directory / entry.file])):
+            module_name, _, tensor_name = name.rpartition(".")
+            modules[module_name] = None
+            update_offload_parameter(model.get_submodule(module_name), tensor_name, tensor)
         return tuple(modules)
 
     def of_phase(self, phase: int) -> tuple[JournalEntry, ...]:
@@ -165,25 +155,7 @@ class Journal:
             "run": self._identity,
             "layers": [asdict(entry) for entry in self.entries],
         }
-        partial = self.directory / f"{MANIFEST}.partial"
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        _sync(partial)
-        partial.replace(self.directory / MANIFEST)
-        _sync(self.directory)
-
-
-def _owned(tensor: Any) -> Any:
-    """Return a tensor that is alone in its storage, as safetensors demands; most are, and are not copied."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        write_files({MANIFEST: json.dumps(content, indent=1) + "\n"}, self.directory, force=True)
 
 
 def _digest(path: Path) -> str:
@@ -192,8 +164,3 @@ def _digest(path: Path) -> str:
         while part := file.read(_BYTES_AT_ONCE):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _synced_digest(path: Path) -> str:
-    _sync(path)
-    return _digest(path)

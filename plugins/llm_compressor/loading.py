@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,13 @@ from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
 from ...ds_configs.specs.dimensions import Dimensions
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..huggingface_hub.hub import ModelSource, read_model_source
+from ..safetensors.reading import checkpoint_files, read_checkpoint
 from ..transformers.meta_model import build_meta_model, model_spec_from_meta
 from .experts import expert_layers, router_patterns
 from .fixes import torchvision_is_not_needed
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +104,7 @@ def weight_faults(directory: Path) -> list[Fault]:
     where = str(directory)
     if directory.is_file():
         return [Fault(where=where, rule="is a configuration without weights", fix="name the model's directory")]
-    index = directory / _INDEX
-    if not index.is_file() and not (directory / "model.safetensors").is_file():
+    if not checkpoint_files(directory):
         others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
         if others:
             rule = f"has weights in {', '.join(others[:3])} alone, and such files can run code when they are read"
@@ -125,21 +123,11 @@ def stored_tensors(directory: Path) -> dict[str, TensorShape]:
     Raises:
         RefusedInputError: a shard is missing, damaged, or outside of the directory.
     """
-    from safetensors import SafetensorError, safe_open
-
     names = {name: stored for stored, name in SAFETENSORS_DTYPES.items()}
-    found: dict[str, TensorShape] = {}
-    for file in _shards(directory):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118
-                    header = stored.get_slice(name)
-                    dtype = header.get_dtype()
-                    found[name] = (tuple(header.get_shape()), names.get(dtype, dtype.lower()))
-        except (SafetensorError, OSError) as error:
-            rule = f"is not a whole safetensors file ({error})"
-            raise RefusedInputError(Fault(where=str(file), rule=rule, fix="download it again")) from None
-    return found
+    return {
+        name: (tensor.shape, names.get(tensor.dtype, tensor.dtype.lower()))
+        for name, tensor in read_checkpoint(directory).items()
+    }
 
 
 def linear_layers(meta: Any, tensors: Mapping[str, TensorShape]) -> tuple[LinearLayer, ...]:
@@ -217,24 +205,6 @@ def nonfinite_weights(model: Any) -> list[str]:
         for name, weight in model.named_parameters()
         if weight.is_floating_point() and not weight.detach().sum(dtype=torch.float32).isfinite()
     ]
-
-
-def _shards(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if not index.is_file():
-        return [directory / "model.safetensors"]
-    try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RefusedInputError(Fault(where=str(index), rule=f"is not a safetensors index ({error!r})")) from None
-    faults = [
-        Fault(where=str(index), value=shard, rule="must name a file of the same directory", fix="download it again")
-        for shard in shards
-        if not isinstance(shard, str) or Path(shard).name != shard or not (directory / shard).is_file()
-    ]
-    if faults:
-        raise RefusedInputError(faults)
-    return [directory / shard for shard in shards]
 
 
 def _snapshot(source: ModelSource) -> Path:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
+from ..safetensors.reading import INDEX, SINGLE, opened, read_header, read_index
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class CheckpointTensors:
@@ -35,10 +33,9 @@ class CheckpointTensors:
         self._paths: dict[str, str] = {}
         index, single = self._file(INDEX), None
         if index is not None:
-            self._files = _files_by_name(Path(index))
+            self._files = read_index(Path(index))
         elif (single := self._file(SINGLE)) is not None:
-            with _opened(single) as file:
-                self._files = dict.fromkeys(file.keys(), SINGLE)
+            self._files = dict.fromkeys(read_header(Path(single)).tensors, SINGLE)
         else:
             rule, fix = f"holds neither {SINGLE} nor {INDEX}", "name a checkpoint with safetensors"
             raise UsageError(Fault(where="model", value=source, rule=rule, fix=fix))
@@ -78,34 +75,9 @@ class CheckpointTensors:
         path = self._file(self._files[stored])
         if path is None:
             raise UsageError(Fault(where=self._source, value=self._files[stored], rule="this file is missing"))
-        with _opened(path) as file:
+        with opened(Path(path)) as file:
             found: Tensor = file.get_tensor(stored)
         if tuple(found.shape) != tuple(shape):
             rule = f"has shape {tuple(found.shape)}, the config needs {tuple(shape)}"
             raise UsageError(Fault(where=self._source, value=name, rule=rule))
         return found
-
-
-def _files_by_name(index: Path) -> dict[str, str]:
-    try:
-        found = dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RefusedInputError(Fault(where=str(index), rule=f"is not a safetensors index ({error!r})")) from None
-    faults = [
-        Fault(where=str(index), value=name, rule="must name a file of the same directory")
-        for name in dict.fromkeys(map(str, found.values()))
-        if Path(name).name != name
-    ]
-    if faults:
-        raise RefusedInputError(faults)
-    return found
-
-
-def _opened(path: str) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        rule = f"is not a whole safetensors file ({error})"
-        raise RefusedInputError(Fault(where=path, rule=rule, fix="download it again")) from None

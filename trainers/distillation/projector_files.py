@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...plugins.safetensors.reading import load_tensors
+from ...plugins.safetensors.writing import save_tensors
+
 FILE_NAME = "distillation_projectors.safetensors"
 
 
@@ -18,23 +21,17 @@ def split_projectors(optimizer: Any, projectors: Any, learning_rate: float) -> N
 
 def save_projectors(state_dict: dict[str, Any], prefix: str, directory: str) -> None:
     """Write the projectors into a checkpoint; a finished model's directory holds the student alone."""
-    from safetensors.torch import save_file
-
     target = Path(directory)
     if not target.name.startswith("checkpoint-"):
         return
     marker = prefix + "."
-    own = {name.split(marker, 1)[1]: value.contiguous() for name, value in state_dict.items() if marker in name}
+    own = {name.split(marker, 1)[1]: value for name, value in state_dict.items() if marker in name}
     if own:
-        unfinished = target / (FILE_NAME + ".partial")
-        save_file(own, unfinished)
-        unfinished.replace(target / FILE_NAME)
+        save_tensors(own, target / FILE_NAME)
 
 
 def load_projectors(projectors: Any, directory: str) -> None:
     """Read the projectors of a checkpoint."""
-    from safetensors.torch import load_file
-
     file = Path(directory) / FILE_NAME
     if file.is_file():
-        projectors.load_state_dict(load_file(file))
+        projectors.load_state_dict(load_tensors(file))

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from ...ds_configs.plan.write import replacing
 from ...ds_configs.specs.errors import Fault, UsageError
+from ...plugins.safetensors.reading import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +66,8 @@ class MovingAverage(TrainerCallback):
 
         if args.process_index == 0:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            unfinished = checkpoint / (AVERAGE_FILE + ".partial")
-            save_model(self._teacher, str(unfinished))
-            unfinished.replace(checkpoint / AVERAGE_FILE)
+            with replacing(checkpoint / AVERAGE_FILE) as unfinished:
+                save_model(self._teacher, str(unfinished))
 
     def load(self, checkpoint: str) -> None:
         """Go on from the average of a checkpoint.
@@ -82,6 +83,7 @@ class MovingAverage(TrainerCallback):
             raise UsageError(
                 Fault(where=str(checkpoint), rule=rule, fix="resume from a run with the same self_teacher")
             )
+        read_header(path)
         load_model(self._teacher, str(path), device=str(next(self._teacher.parameters()).device))
 
 

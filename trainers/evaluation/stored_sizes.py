@@ -15,35 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..formats.spqr_format import small_layers
+from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
+from ..formats.spqr_format import INDEX, SINGLE, small_layers
 
-_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 _PARTS = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx",
     "input_scale", "input_zero_point", "input_global_scale", "SCB", "weight_format",
     "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
 """Last parts of the names of tensors that exist in quantized checkpoints alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
-    """One tensor as its header describes it."""
-
-    dtype: str
-    """Such as `BF16`, in the words of safetensors."""
-    shape: tuple[int, ...]
-    """Stored elements in each dimension."""
-
-    @property
-    def elements(self) -> int:
-        """Stored elements."""
-        return math.prod(self.shape)
-
-    @property
-    def bits(self) -> int:
-        """Stored bits."""
-        return self.elements * _BITS.get(self.dtype, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,29 +44,24 @@ class StoredSizes:
     """Stored bits of these matrices, with scales, zero points and tables; `None` without any."""
 
 
+_SHAPE = ".weight_shape"
+"""Holds the rows and columns of a matrix of packed codes."""
+
+
 def stored_sizes(directory: Path) -> StoredSizes:
-    """Return the sizes of a checkpoint."""
-    files = sorted(directory.glob("*.safetensors"))
-    tensors, stated = read_headers(files)
-    layers = small_layers(directory) or {}
-    stated |= {name: math.prod(layer["shape"]) for name, layer in layers.items()}
+    """Return the sizes of a checkpoint.
+
+    Raises:
+        RefusedInputError: there are no weights, or their files are damaged or missing.
+    """
+    layers = small_layers(directory)
+    names = {} if layers is None else {"index": INDEX, "single": SINGLE}
+    tensors = read_checkpoint(directory, **names)
+    shapes = {name: tensor for name, tensor in tensors.items() if name.endswith(_SHAPE)}
+    stated = {name.removesuffix(_SHAPE): math.prod(shape.tolist()) for name, shape in each_tensor(shapes)}
+    stated |= {name: math.prod(layer["shape"]) for name, layer in (layers or {}).items()}
+    files = {tensor.file for tensor in tensors.values()}
     return sizes_of(tensors, stated, file_bytes=sum(file.stat().st_size for file in files))
-
-
-def read_headers(files: list[Path]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
-    """Return every tensor, and the elements that each `weight_shape` states, by the name of its matrix."""
-    from safetensors import safe_open
-
-    tensors: dict[str, StoredTensor] = {}
-    stated: dict[str, int] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118
-                header = stored.get_slice(name)
-                tensors[name] = StoredTensor(dtype=header.get_dtype(), shape=tuple(header.get_shape()))
-                if name.endswith(".weight_shape"):
-                    stated[name.removesuffix(".weight_shape")] = math.prod(stored.get_tensor(name).tolist())
-    return tensors, stated
 
 
 def sizes_of(tensors: Mapping[str, StoredTensor], stated: Mapping[str, int], *, file_bytes: int) -> StoredSizes:

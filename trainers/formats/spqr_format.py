@@ -7,14 +7,16 @@ filling a model with random numbers, unless it knows the format (`transformers_q
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import Fault, RefusedInputError
+from ...plugins.safetensors.reading import each_tensor, read_checkpoint
+from ...plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
 from .bit_packing import SparseRows
 from .low_rank_residual import LowRankMatrix
-from .model_directory import appearing_directory
 from .spqr_matrix import SpQRMatrix
 
 if TYPE_CHECKING:
@@ -24,13 +26,11 @@ QUANT_METHOD = "shardwright_small"
 """What `quantization_config` in `config.json` names the format."""
 SMALL_DIRECTORY = "small"
 """Where the small format lies in a checkpoint."""
-INDEX = "small.safetensors.index.json"
-SINGLE = "small.safetensors"
-_PATTERN = "small{suffix}.safetensors"
+INDEX, SINGLE = "small.safetensors.index.json", "small.safetensors"
+"""What its weights are found by."""
 _CONFIG = "config.json"
 _SCHEMA_VERSION = 2
 """Version 1 had its description in a file of its own."""
-_SHARD_BYTES = 5 * 10**9
 _FLOATS = ("bfloat16", "float16", "float32")
 _CSR = ("offsets", "columns", "values")
 PARTS = {
@@ -46,7 +46,7 @@ SmallMatrix = SpQRMatrix | LowRankMatrix
 
 
 def save_small_format(
-    model: Any, matrices: Mapping[str, SmallMatrix], directory: Path, *, shard_bytes: int = _SHARD_BYTES
+    model: Any, matrices: Mapping[str, SmallMatrix], directory: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write config, packed matrices and all other tensors of a model; the files appear together or not at all.
 
@@ -56,29 +56,21 @@ def save_small_format(
         directory: Where to.
         shard_bytes: Most bytes of one file, where a single tensor is not larger.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
     tensors = {
         f"{layer}.{name}": tensor for layer, matrix in matrices.items() for name, tensor in matrix.tensors().items()
     }
     tensors |= _other_tensors(model, {f"{layer}.weight" for layer in matrices})
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern=_PATTERN, max_shard_size=shard_bytes)
     with appearing_directory(directory) as place:
-        for file, names in split.filename_to_tensors.items():
-            shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-            save_file(shard, str(place / file), metadata={"format": "pt"})
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            _write_json(place / INDEX, index)
+        save_checkpoint(tensors, place, stem="small", shard_bytes=shard_bytes)
         layers = {name: matrix_settings(matrix) for name, matrix in matrices.items()}
         stated = {
             "quant_method": QUANT_METHOD,
             "schema_version": _SCHEMA_VERSION,
-            "weights": INDEX if split.is_sharded else SINGLE,
+            "weights": INDEX if (place / INDEX).exists() else SINGLE,
             "layers": layers,
         }
-        _write_json(place / _CONFIG, {**model.config.to_diff_dict(), "quantization_config": stated})
+        config = {**model.config.to_diff_dict(), "quantization_config": stated}
+        write_files({_CONFIG: json.dumps(config, indent=1) + "\n"}, place, force=True)
 
 
 def load_small_format(directory: Path) -> Any:
@@ -96,7 +88,7 @@ def load_small_format(directory: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
     # Without it, the tensors at hand would be taken for packed ones.
     del config.quantization_config
-    tensors = dict(_stored_tensors(directory))
+    tensors = dict(each_tensor(read_checkpoint(directory, index=INDEX, single=SINGLE)))
     for layer, settings in layers.items():
         tensors[f"{layer}.weight"] = read_matrix(layer, settings, tensors, where=str(directory)).dequantize()
     # The automatic class looks for a directory (transformers 5.17.0), the model's own takes tensors at hand.
@@ -227,25 +219,3 @@ def checked_layers(schema_version: Any, layers: Any, *, where: str) -> dict[str,
         rule = "names no layers with their settings"
         raise RefusedInputError(Fault(where=where, rule=rule, fix="quantize the model again"))
     return layers
-
-
-def _stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    index = directory / INDEX
-    try:
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.is_file() else [SINGLE]
-        for file in files:
-            if Path(file).name != file:
-                rule = "names a file outside of its directory"
-                raise RefusedInputError(Fault(where=str(index), value=file, rule=rule))
-            with safe_open(str(directory / file), framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118
-                    yield name, stored.get_tensor(name)
-    except (SafetensorError, OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        rule = f"has missing or damaged weight files ({error})"
-        raise RefusedInputError(Fault(where=str(directory), rule=rule, fix="quantize the model again")) from None
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

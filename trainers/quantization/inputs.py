@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.write import output_faults
 from ...ds_configs.quantization.layers import (
     DEFAULT_IGNORE,
     LinearLayer,
@@ -26,7 +27,6 @@ from ...plugins.llm_compressor.experts import expert_faults
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
-from ..formats.model_directory import output_faults
 from .journal_place import journal_faults
 
 Notify = Callable[[str], None]
@@ -93,7 +93,7 @@ def prepare(
     """
     faults: list[Fault] = []
     if output_dir is not None:
-        faults += output_faults(output_dir, model, force=force, what="the model")
+        faults += output_faults(output_dir, force=force, sources={"the model": model})
         faults += journal_faults(output_dir, resume=resume, force=force)
     resolved = source = None
     with collecting(faults):

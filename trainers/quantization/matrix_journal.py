@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ...plugins.safetensors.reading import load_tensors
 from ..formats.spqr_format import SmallMatrix, matrix_settings, read_matrix
-
-if TYPE_CHECKING:
-    pass
 
 _SETTINGS = "matrix_settings"
 
@@ -24,8 +21,6 @@ class MatrixJournal:
         Raises:
             UsageError: it is another run's.
         """
-        from safetensors.torch import load_file
-
         from ...plugins.llm_compressor.journal import Journal
 
         self._journal = None if directory is None else Journal(directory, identity)
@@ -35,7 +30,7 @@ class MatrixJournal:
         if self._journal is None:
             return
         for entry in self._journal.entries:
-            tensors = load_file(str(self._journal.directory / entry.file))
+            tensors = load_tensors(self._journal.directory / entry.file)
             stated = json.loads(bytes(tensors.pop(_SETTINGS).tolist()))
             for name, settings in stated.items():
                 self.restored[name] = read_matrix(name, settings, tensors, where=entry.file)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +14,12 @@ from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.llm_compressor.experts import restore_expert_names
 from ...plugins.llm_compressor.quiet import without_bars
+from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
 from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows
-from ..formats.model_directory import copy_companions, publish
+from ..formats.model_directory import copy_companions
 from ..formats.spqr_format import SMALL_DIRECTORY
 from ..verify.checkpoint import (
     UNPROVEN,
@@ -99,7 +98,7 @@ def run_prepared(
     seconds: dict[str, float] = {}
     if not resume:
         discard_journal(output_dir)
-    with without_bars(), _staged(output_dir) as staging:
+    with without_bars(), appearing_directory(output_dir) as staging:
         with _timed(seconds, "quantizing"):
             quantized = quantize_in_memory(
                 prepared, journal=journal_directory(output_dir), device=device or default_device(), report=report
@@ -121,7 +120,6 @@ def run_prepared(
                 f"the checkpoint did not pass: {verification.reason}; it lies in {kept}, and nothing was written to "
                 f"{output_dir}"
             )
-        publish(staging, output_dir.resolve())
     if not loads:
         notify("Transformers does not load this format without optimum or gptqmodel: it was not reloaded")
     discard_journal(output_dir)
@@ -198,17 +196,6 @@ def _evaluation(
     except ShardwrightError as error:
         notify(f"the checkpoint is written and verified, and could not be evaluated: {error}")
         return None
-
-
-@contextmanager
-def _staged(output_dir: Path) -> Iterator[Path]:
-    place = output_dir.resolve()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import write_files
+from ...ds_configs.plan.write import output_faults, write_files
 from ...ds_configs.shrink.config import Change
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import UsageError
 from .checks import Check
 
 if TYPE_CHECKING:
@@ -115,16 +115,9 @@ def check_output_directory(directory: Path, *, force: bool) -> None:
     Raises:
         UsageError: it is a file, or holds something else.
     """
-    fault = None
-    if directory.exists() and not directory.is_dir():
-        fault = Fault(where="output_dir", value=str(directory), rule="is a file", fix="name a directory")
-    elif directory.is_dir() and not force:
-        others = sorted(path.name for path in directory.iterdir() if path.name not in (REPORT_FILE, CHART_FILE))
-        if others:
-            rule = f"holds {others[0]!r}, which no rehearsal wrote"
-            fault = Fault(where="output_dir", value=str(directory), rule=rule, fix="use --force to write beside it")
-    if fault is not None:
-        raise UsageError(fault)
+    fix = "use --force to write beside it"
+    if faults := output_faults(directory, force=force, own=(REPORT_FILE, CHART_FILE), fix=fix):
+        raise UsageError(faults)
 
 
 def report_files(rehearsal: Rehearsal) -> dict[str, str | bytes]:

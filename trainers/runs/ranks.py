@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks
 from ...plugins.deepspeed.engine import prepare_nvme_offload
@@ -147,7 +148,7 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
             if state.is_world_process_zero:
                 steps = [entry for entry in state.log_history if "loss" in entry]
                 text = "".join(f"{json.dumps(entry)}\n" for entry in steps)
-                (output_dir / METRICS_FILE).write_text(text, encoding="utf-8")
+                write_files({METRICS_FILE: text}, output_dir, force=True)
 
     return Recorder()
 
@@ -207,9 +208,7 @@ def trained_tokens(arguments: Any, steps: int, samples: int, tokens: int) -> int
 
 def write_json(record: Mapping[str, Any], path: Path) -> None:
     """Write a file that is whole or not there."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(record), encoding="utf-8")
-    temporary.replace(path)
+    write_files({path.name: json.dumps(record)}, path.parent, force=True)
 
 
 def run_rank(kind: type[Job], work: Callable[[Job, Path], None]) -> None:

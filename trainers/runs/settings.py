@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...ds_configs.plan.write import output_faults
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.job import OffloadName, StrategyName, Switch
 from ...ds_configs.specs.teacher_placement import TeacherPlacement, TeacherPlacementChoice
@@ -133,32 +134,14 @@ def adapter_faults(settings: LaunchedSettings) -> list[Fault]:
     ]
 
 
-def source_faults(directory: Path, **sources: str | None) -> list[Fault]:
-    """Return a fault for each local model, by its part in the training, that results would replace."""
-    if not directory.is_dir():
-        return []
-    rule = "is the {} itself, whose files would be replaced"
-    return [
-        Fault(where="output_dir", value=str(directory), rule=rule.format(part), fix="name another directory")
-        for part, source in sources.items()
-        if source is not None and directory.resolve() == Path(source).expanduser().resolve()
-    ]
-
-
-def output_faults(directory: Path, *, force: bool, resume: bool) -> list[Fault]:
-    """Return what stands in the way of writing to a directory."""
-    where, value = "output_dir", str(directory)
-    if directory.exists() and not directory.is_dir():
-        return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
-    if resume:
-        if last_checkpoint(directory) is not None:
-            return []
-        rule = "holds no checkpoint to resume from"
-        return [Fault(where=where, value=value, rule=rule, fix="run with --save-steps first, or drop --resume")]
-    if directory.is_dir() and any(directory.iterdir()) and not force:
-        fix = "use --force to write into it, or --resume to go on from its last checkpoint"
-        return [Fault(where=where, value=value, rule="exists and is not empty", fix=fix)]
-    return []
+def run_output_faults(directory: Path, *, force: bool, resume: bool, sources: Mapping[str, str | None]) -> list[Fault]:
+    """Return what stands in the way of writing to a directory; `sources` are the models that are read, by part."""
+    fix = "use --force to write into it, or --resume to go on from its last checkpoint"
+    faults = output_faults(directory, force=force or resume, sources=sources, fix=fix)
+    if resume and not directory.is_file() and last_checkpoint(directory) is None:
+        rule, fix = "holds no checkpoint to resume from", "run with --save-steps first, or drop --resume"
+        faults.append(Fault(where="output_dir", value=str(directory), rule=rule, fix=fix))
+    return faults
 
 
 def is_without(directory: Path, names: Sequence[str]) -> bool:

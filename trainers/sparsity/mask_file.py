@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...plugins.safetensors.reading import opened, read_header
+from ...plugins.safetensors.writing import save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,13 +29,9 @@ def save_masks(path: Path, masks: Mapping[str, Tensor], settings: Mapping[str, A
         settings: What made them, compared when a run goes on.
         shapes: Rows and columns of each matrix.
     """
-    from safetensors.torch import save_file
-
     kept, others = _read(path) if path.is_file() else ({}, {})
     described = kept | {name: {"shape": list(shapes[name]), **settings} for name in masks}
-    temporary = path.with_suffix(".part")
-    save_file(others | dict(masks), temporary, metadata={"format": "pt", _METADATA: json.dumps(described)})
-    temporary.replace(path)
+    save_tensors(others | dict(masks), path, {_METADATA: json.dumps(described)})
 
 
 def load_masks(path: Path, settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -68,14 +66,13 @@ def load_masks(path: Path, settings: Mapping[str, Any], shapes: Mapping[str, Any
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
+    header = read_header(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            described = json.loads((file.metadata() or {})[_METADATA])
-            if not isinstance(described, dict) or not all(isinstance(each, dict) for each in described.values()):
-                raise ValueError("its description is no object of objects")
-            return described, {name: file.get_tensor(name) for name in described}
-    except (SafetensorError, KeyError, ValueError) as error:
+        described = json.loads(header.metadata[_METADATA])
+        if not isinstance(described, dict) or not all(isinstance(each, dict) for each in described.values()):
+            raise ValueError("its description is no object of objects")
+    except (KeyError, ValueError) as error:
         fix = "resume from another checkpoint"
         raise RefusedInputError(Fault(where=str(path), rule=f"holds no masks: {error}", fix=fix)) from error
+    with opened(path) as file:
+        return described, {name: file.get_tensor(name) for name in described}

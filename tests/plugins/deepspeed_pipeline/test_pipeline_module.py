@@ -277,7 +277,7 @@ def on_one_rank(source, dtype=None) -> SimpleNamespace:
 @torch.no_grad()
 @pytest.mark.usefixtures("one_rank")
 def test_saved_checkpoint_loads_in_transformers_with_equal_logits(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline_checkpoint, "LARGEST_FILE_BYTES", 30_000)
+    monkeypatch.setattr(pipeline_checkpoint, "SHARD_BYTES", 30_000)
     ids_BS, mask_BS = batch()
     for name, (model, directory) in models.items():
         module = on_one_rank(directory)
@@ -308,7 +308,7 @@ def test_saved_checkpoint_loads_in_transformers_with_equal_logits(models, tmp_pa
 @pytest.mark.usefixtures("one_rank")
 def test_one_file_replaces_several_and_keeps_the_dtype(models, tmp_path, monkeypatch):
     _, directory = models["qwen2"]
-    monkeypatch.setattr(pipeline_checkpoint, "LARGEST_FILE_BYTES", 30_000)
+    monkeypatch.setattr(pipeline_checkpoint, "SHARD_BYTES", 30_000)
     output = tmp_path / "saved"
     save_pipeline_checkpoint(on_one_rank(directory), output)
     assert len(list(output.glob("*.safetensors"))) > 1
@@ -338,7 +338,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(models, tmp_path
 @pytest.mark.usefixtures("one_rank")
 def test_an_interrupted_save_is_never_taken_for_a_whole_checkpoint(models, tmp_path, monkeypatch):
     """Interrupted before each file in turn, while two files of an older model lie there."""
-    monkeypatch.setattr(pipeline_checkpoint, "LARGEST_FILE_BYTES", 30_000)
+    monkeypatch.setattr(pipeline_checkpoint, "SHARD_BYTES", 30_000)
     module, output = on_one_rank(models["llama"][1]), tmp_path / "saved"
     replace, moved, last = Path.replace, [], 0
 

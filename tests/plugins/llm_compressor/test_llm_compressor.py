@@ -187,12 +187,12 @@ def test_damaged_journal_is_done_again_from_there(source, tmp_path):
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    (journal / "layer-00009.safetensors.partial").write_bytes(b"half")
+    (journal / ".layer-00009.safetensors.half").write_bytes(b"half")
     seen = []
     resumed = quantize_with_llm_compressor(request(source, "gptq", journal=journal), seen.append)
     assert [step.index for step in seen if step.stage == "restored"] == [0]
     assert files(resumed, tmp_path / "resumed") == whole
-    assert not list(journal.glob("*.partial"))
+    assert not list(journal.glob(".*"))
     damaged.write_bytes(damaged.read_bytes()[:-10])
     identity = json.loads((journal / "journal.json").read_text())["run"]
     assert len(Journal(journal, identity).entries) == 1, "a file that was cut short is not trusted"

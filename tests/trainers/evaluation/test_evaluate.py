@@ -14,12 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.plugins.safetensors.reading import StoredTensor
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.evaluation import token_measures
 from shardwright.trainers.evaluation.estimates import Estimate, exponential, token_mean
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.loading import tokenizer_difference
-from shardwright.trainers.evaluation.stored_sizes import StoredTensor, sizes_of, stored_sizes
+from shardwright.trainers.evaluation.stored_sizes import sizes_of, stored_sizes
 from shardwright.trainers.evaluation.text_windows import TextRequest, text_windows, windows_of
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 

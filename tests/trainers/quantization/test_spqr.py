@@ -279,11 +279,11 @@ def test_shards_are_read_back_and_damage_is_named(quantized, tmp_path):
     index = tmp_path / "small.safetensors.index.json"
     content = json.loads(index.read_text())
     index.write_text(json.dumps(content | {"weight_map": {"a": "../elsewhere.safetensors"}}))
-    with pytest.raises(RefusedInputError, match="outside"):
+    with pytest.raises(RefusedInputError, match="must name a file of the same directory"):
         load_spqr(tmp_path)
     index.write_text(json.dumps(content))
     next(tmp_path.glob("small-00001*.safetensors")).write_bytes(b"cut")
-    with pytest.raises(RefusedInputError, match="damaged"):
+    with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
         load_spqr(tmp_path)
 
 

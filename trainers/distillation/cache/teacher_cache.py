@@ -13,6 +13,7 @@ import numpy as np
 
 from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ....plugins.safetensors.reading import check_names, read_header
 from ...losses.objective import TopKTargets
 from .cache_format import Answers, RecordFormat, decode, log_probabilities
 
@@ -110,6 +111,7 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[Shard]]:
         if isinstance(error, RefusedInputError):
             raise
         raise RefusedInputError(Fault(where=f"{where}/{MANIFEST}", rule=f"cannot be read: {error}")) from error
+    check_names(str(directory / MANIFEST), [shard.file for shard in shards])
     faults = []
     for shard in shards:
         path = directory / shard.file
@@ -134,7 +136,7 @@ class TeacherCache:
         self._first_rows = [0]
         self._samples: dict[bytes, tuple[int, int]] = {}
         for shard in shards:
-            arrays = map_safetensors(directory / shard.file)
+            arrays = _mapped(directory / shard.file)
             if arrays["records"].shape != (shard.rows, key.layout.record_bytes):
                 rule = f"holds records of shape {list(arrays['records'].shape)}"
                 fix = f"expected {[shard.rows, key.layout.record_bytes]}; write the cache again"
@@ -244,20 +246,14 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def map_safetensors(path: Path) -> dict[str, Any]:
-    """Return the arrays of a safetensors file, mapped into memory.
-
-    The format is eight bytes with the header's length, a JSON header, and the data
-    (https://github.com/huggingface/safetensors#format); its own reader loads a whole array at once.
-    """
+def _mapped(path: Path) -> dict[str, Any]:
+    """Return the arrays of a file, mapped into memory; safetensors' own reader loads a whole array at once."""
     kinds = {"U8": np.uint8, "I64": np.int64}
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    arrays = {}
-    for name, entry in header.items():
-        first, _ = entry["data_offsets"]
-        kind = kinds[entry["dtype"]]
-        arrays[name] = np.memmap(path, dtype=kind, mode="r", offset=8 + length + first, shape=tuple(entry["shape"]))
+    arrays = {
+        name: np.memmap(path, dtype=kinds[tensor.dtype], mode="r", offset=tensor.first_byte, shape=tensor.shape)
+        for name, tensor in read_header(path).tensors.items()
+        if tensor.dtype in kinds
+    }
+    if missing := sorted({"records", "hashes", "starts", "lengths"} - arrays.keys()):
+        raise RefusedInputError(Fault(where=str(path), value=missing, rule="holds none", fix="write the cache again"))
     return arrays

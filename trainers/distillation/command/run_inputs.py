@@ -22,7 +22,7 @@ from ...runs.inputs import (
     training_job,
 )
 from ...runs.run import PreparedTraining
-from ...runs.settings import is_without, output_faults, source_faults
+from ...runs.settings import is_without, run_output_faults
 from .run_files import TEACHER_TOKENIZER, DistillSettings, WorkerJob, combination_faults, distillation_config
 from .run_report import Outcome, RunResult, file_names, report_files
 
@@ -86,8 +86,8 @@ def prepare_distillation(
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
     faults = combination_faults(settings)
     if not dry_run:
-        faults += output_faults(output_dir, force=force, resume=resume)
-        faults += source_faults(output_dir, teacher=teacher, student=student)
+        sources = {"the teacher": teacher, "the student": student}
+        faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
     with collecting(faults):
         distillation_config(settings, None)
     hardware = loaded_student = loaded_teacher = tokenizers = samples = None

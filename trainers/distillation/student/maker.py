@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....ds_configs.plan.write import output_faults
 from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.huggingface_hub.hub import ModelSource, read_model_source
+from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.transformers.meta_model import build_meta_model
-from ...formats.model_directory import copy_companions, output_faults
+from ...formats.model_directory import copy_companions
 from .families import WIDTH_FAMILIES, WidthFamily, teacher_widths, width_changes
-from .files import StudentWriter, TeacherTensors, student_writer, teacher_directory
+from .files import StudentWriter, student_writer, teacher_directory
 from .layers import LayerStack, layer_changes, layer_stack, uniform_layers, unlike_layers
 from .low_rank import low_rank
 from .request import StudentRequest, Widths, layer_faults, request_faults, student_widths
@@ -106,7 +108,7 @@ def plan_student(
     """
     faults = request_faults(request)
     if output_dir is not None:
-        faults += output_faults(output_dir, teacher, force=force, what="the teacher")
+        faults += output_faults(output_dir, force=force, sources={"the teacher": teacher})
     source = read_model_source(teacher, revision=revision)
     if source.config.get("quantization_config"):
         fix = "give the checkpoint that it was made from"
@@ -195,15 +197,15 @@ def make_student(
         UsageError: the directory holds something, or the checkpoint holds tensors that the family does not have.
         RefusedInputError: the teacher's weights are missing or damaged.
     """
-    faults = output_faults(output_dir, teacher, force=force, what="the teacher")
+    faults = output_faults(output_dir, force=force, sources={"the teacher": teacher})
     if faults:
         raise UsageError(faults)
     directory = teacher_directory(plan.source, teacher)
-    tensors = TeacherTensors(directory)
+    tensors = read_checkpoint(directory)
     cutter = None if plan.family is None else _width_cutter(plan, directory, tensors, scores)
     report = StudentReport(plan=plan, output_dir=output_dir)
     with student_writer(output_dir) as writer:
-        for name, tensor in tensors:
+        for name, tensor in each_tensor(tensors):
             _add(plan, name, tensor, cutter, report, writer)
         writer.finish()
         copy_companions(directory, writer.directory)
@@ -212,10 +214,12 @@ def make_student(
     return report
 
 
-def _width_cutter(plan: StudentPlan, directory: Path, tensors: TeacherTensors, scores: Scores | None) -> WidthCutter:
+def _width_cutter(
+    plan: StudentPlan, directory: Path, tensors: Mapping[str, StoredTensor], scores: Scores | None
+) -> WidthCutter:
     family, stack, before, after = plan.family, plan.stack, plan.teacher_widths, plan.student_widths
     assert family is not None and stack is not None and before is not None and after is not None
-    unknown = sorted(name for name in tensors.files if family.rule(name) is None)
+    unknown = sorted(name for name in tensors if family.rule(name) is None)
     if unknown:
         rule = "is a tensor that this family does not have, so widths cannot be cut"
         raise UsageError([Fault(where="teacher", value=name, rule=rule) for name in unknown[:5]])
@@ -225,7 +229,7 @@ def _width_cutter(plan: StudentPlan, directory: Path, tensors: TeacherTensors, s
     return WidthCutter(family=family, stack=stack, teacher=before, kept=kept, scores=scores)
 
 
-def student_scores(plan: StudentPlan, directory: Path, tensors: TeacherTensors) -> Scores:
+def student_scores(plan: StudentPlan, directory: Path, tensors: Mapping[str, StoredTensor]) -> Scores:
     """Return the importance that a plan asks for."""
     from .calibration import teacher_with_batches
     from .importance import activation_scores, magnitude_scores
@@ -233,8 +237,8 @@ def student_scores(plan: StudentPlan, directory: Path, tensors: TeacherTensors) 
     family, stack, widths = plan.family, plan.stack, plan.teacher_widths
     assert family is not None and stack is not None and widths is not None
     if plan.request.importance == "magnitude":
-        tied = not any(name.endswith(("lm_head.weight", "decoder.weight")) for name in tensors.files)
-        return magnitude_scores(tensors, family, stack, widths, tied=tied)
+        tied = not any(name.endswith(("lm_head.weight", "decoder.weight")) for name in tensors)
+        return magnitude_scores(each_tensor(tensors), family, stack, widths, tied=tied)
     model, batches = teacher_with_batches(directory, plan.source, plan.request.text)
     return activation_scores(model, batches, family, stack, widths)
 

@@ -29,7 +29,7 @@ from ...runs.inputs import (
     training_job,
 )
 from ...runs.run import PreparedTraining
-from ...runs.settings import output_faults, source_faults
+from ...runs.settings import run_output_faults
 from ..rounding.config import QATConfig
 from .request import (
     RANGES_FILE,
@@ -124,7 +124,8 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
     faults = combination_faults(settings)
     if not dry_run:
-        faults += output_faults(output_dir, force=force, resume=resume) + _source_faults(settings, model, output_dir)
+        sources = {"the model": model, "the teacher": None if settings.teacher == SELF else settings.teacher}
+        faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
     hardware = source = config = attachment = words = samples = teacher = None
     with collecting(faults):
         config = qat_config(settings)
@@ -171,11 +172,6 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         vocab_size=words[1],
         needs_calibration=bool(attachment.ranges) and not config.observes,
     )
-
-
-def _source_faults(settings: QATSettings, model: str, output_dir: Path) -> list[Fault]:
-    teacher = None if settings.teacher == SELF else settings.teacher
-    return source_faults(output_dir, model=model, teacher=teacher)
 
 
 def _teacher(settings: QATSettings, model: str) -> dict[str, Any] | None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....ds_configs.plan.write import output_faults
 from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.quantization.mixtures import mixture_remarks
 from ....ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ....plugins.deepspeed.gathering import first_rank, training_device
+from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ....plugins.transformers.checkpoint_model import model_class
-from ...formats.model_directory import appearing_directory, output_faults
 from ...verify.checkpoint import Verification, fail_output
 from ..rounding.attachment import Attachment
 from ..rounding.kv_cache import PARTS, kv_cache_scheme
-from .files import write_adapter, write_companions, write_config, write_report, write_weights
+from .files import write_adapter, write_companions, write_config, write_report
 from .tensors import (
     Collected,
     active_adapters,
@@ -162,9 +163,9 @@ class _Export:
         attachment, root, started = self.attachment, self.root, time.perf_counter()
         layers = quantized_layers(attachment, root)
         tensors = checkpoint_contents(self.found, attachment, root)
-        with appearing_directory(self.output.resolve()) as staging:
+        with appearing_directory(self.output) as staging:
             self._write_small_files(staging, layers)
-            write_weights(tensors, staging)
+            save_checkpoint(tensors, staging)
             answer: dict[str, Any] = {
                 "quantized_layers": len(layers),
                 "stored_bytes": sum(tensor.nbytes for tensor in tensors.values()),
@@ -228,8 +229,8 @@ def _refuse(
         fix = "train with QATCallback(stored_dtype=...)"
         faults.append(Fault(where="dtype", value=str(dtype), rule=rule, fix=fix))
     came_from = str(source or root.config._name_or_path or root.__class__.__name__)
-    found = output_faults(output, came_from, force=force, what="the model that was trained")
-    faults += [replace(fault, where="output_dir", fix=fault.fix.replace("--force", "force=True")) for fault in found]
+    sources = {"the model that was trained": came_from}
+    faults += output_faults(output, force=force, sources=sources, fix="use force=True to replace the model in it")
     if faults:
         raise UsageError(faults)
 

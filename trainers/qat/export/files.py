@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....ds_configs.plan.write import write_files
 from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.quantization.mixtures import mixture_quantization_config
 from ....ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ...formats.model_directory import COMPANIONS, INDEX, copy_companions
+from ....plugins.safetensors.writing import save_tensors
+from ...formats.model_directory import COMPANIONS, copy_companions
 
 if TYPE_CHECKING:
     import torch
@@ -21,24 +23,6 @@ if TYPE_CHECKING:
 
 REPORT = "qat_report.json"
 ADAPTER = "adapter"
-_SHARD_SIZE = "5GB"
-
-
-def write_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write tensors as safetensors in shards, with an index if there is more than one."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    split = split_torch_state_dict_into_shards(
-        dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=_SHARD_SIZE
-    )
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, str(directory / file), metadata={"format": "pt"})
-        # safetensors 0.8 lets its owner alone read the file; whoever serves the model is often another.
-        (directory / file).chmod(0o644)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(directory / INDEX, index)
 
 
 def write_config(
@@ -83,15 +67,13 @@ def write_companions(root: Any, directory: Path, *, tokenizer: Any, source: str 
 def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, *, name: str, base: Path) -> None:
     """Write an adapter that was trained on the quantized base, as PEFT loads it onto that base."""
     from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
 
     place = directory / ADAPTER
     model.peft_config[name].save_pretrained(str(place))
     found = get_peft_model_state_dict(model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False)
     prefix = "base_model.model."
-    named = {prefix + key.removeprefix(prefix): tensor.contiguous() for key, tensor in found.items()}
-    save_file(named, str(place / "adapter_model.safetensors"), metadata={"format": "pt"})
-    (place / "adapter_model.safetensors").chmod(0o644)
+    named = {prefix + key.removeprefix(prefix): tensor for key, tensor in found.items()}
+    save_tensors(named, place / "adapter_model.safetensors")
     settings = place / "adapter_config.json"
     stated = json.loads(settings.read_text(encoding="utf-8"))
     _write_json(settings, stated | {"base_model_name_or_path": str(base), "inference_mode": True})
@@ -127,4 +109,4 @@ def _source_directory(root: Any, source: str | Path | None) -> Path | None:
 
 
 def _write_json(place: Path, content: Mapping[str, Any]) -> None:
-    place.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n", encoding="utf-8")
+    write_files({place.name: json.dumps(content, indent=2) + "\n"}, place.parent, force=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ....ds_configs.quantization.layers import LinearLayer
 from ....plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack_tensors
 from ....plugins.compressed_tensors.layout import layout_faults
+from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.transformers.checkpoint_model import empty_model, model_class, plain_linear
 from ...verify.checkpoint import UNPROVEN, ReferenceLogits, Verification, reference_logits, verify_checkpoint
 from ..rounding.attachment import Attachment, QuantizationState
@@ -233,19 +234,7 @@ def _dequantized(stored: StoredLayer, quantizer: LayerQuantizer) -> Tensor:
 
 def _written(directory: Path) -> Callable[[str], dict[str, Tensor]]:
     """Return what reads all tensors of one layer from the files of a checkpoint."""
-    from safetensors import safe_open
-
-    places: dict[str, list[tuple[Path, str]]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dictionary
-                places.setdefault(name.rpartition(".")[0], []).append((file, name))
-
-    def read(layer: str) -> dict[str, Tensor]:
-        found = {}
-        for file, name in places.get(layer, ()):
-            with safe_open(str(file), framework="pt") as opened:
-                found[name] = opened.get_tensor(name)
-        return found
-
-    return read
+    layers: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in read_checkpoint(directory).items():
+        layers.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    return lambda layer: dict(each_tensor(layers.get(layer, {})))

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ....plugins.safetensors.reading import load_tensors, read_header
+from ....plugins.safetensors.writing import save_tensors
 
 if TYPE_CHECKING:
     from .attachment import Attachment
@@ -29,10 +30,9 @@ def save_ranges(path: Path | str, attachment: Attachment, *, method: str | None 
 
     Raises:
         UsageError: a range is not known yet.
-        ShardwrightError: the system refuses to write.
+        OSError: the system refuses to write.
     """
     import torch
-    from safetensors.torch import save
 
     path = Path(path)
     unknown = [name for name, one in attachment.ranges.items() if one.bounds is None]
@@ -48,7 +48,8 @@ def save_ranges(path: Path | str, attachment: Attachment, *, method: str | None 
         "method": method or ("minmax" if activations is None else activations.range_method),
         "numbers": json.dumps(_numbers(attachment), sort_keys=True),
     }
-    write_files({path.name: save(tensors, metadata=stated)}, path.parent, force=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_tensors(tensors, path, stated)
     return path
 
 
@@ -77,17 +78,9 @@ def load_ranges(path: Path | str, attachment: Attachment) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, tuple[float, float]]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as stored:
-            stated = stored.metadata() or {}
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise UsageError(Fault(where="ranges", value=str(path), rule="there is no such file")) from None
-    except (SafetensorError, OSError) as error:
-        rule = f"is no readable safetensors file ({error})"
-        raise RefusedInputError(Fault(where="ranges", value=str(path), rule=rule)) from None
+    if not path.is_file():
+        raise UsageError(Fault(where="ranges", value=str(path), rule="there is no such file"))
+    stated, tensors = read_header(path).metadata, load_tensors(path)
     if stated.get("format") != FORMAT or stated.get("version") != VERSION:
         rule = f"was not written by save_ranges (format {stated.get('format')!r}, version {stated.get('version')!r})"
         raise RefusedInputError(Fault(where="ranges", value=str(path), rule=rule))

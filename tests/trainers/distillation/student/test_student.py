@@ -236,7 +236,7 @@ def test_sharded_checkpoints_are_read_and_written(tmp_path, monkeypatch):
     model = teacher_of("llama")
     model.save_pretrained(tmp_path / "teacher", max_shard_size="40KB")
     assert len(list((tmp_path / "teacher").glob("model-*.safetensors"))) > 2
-    monkeypatch.setattr(student_files, "_SHARD_BYTES", 30_000)
+    monkeypatch.setattr(student_files, "SHARD_BYTES", 30_000)
     student = made(str(tmp_path / "teacher"), tmp_path / "student", layers=2)
     assert len(list((tmp_path / "student").glob("model-*.safetensors"))) > 2
     assert torch.equal(student.model.layers[1].mlp.up_proj.weight, model.model.layers[2].mlp.up_proj.weight)

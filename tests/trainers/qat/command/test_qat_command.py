@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import Shell, shell_in
 from distilling import tiny
+from shardwright.ds_configs.plan.write import output_faults
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.strategy import Strategy
@@ -40,7 +41,6 @@ from shardwright.trainers.qat.command.run_report import (
     weights_sentence,
 )
 from shardwright.trainers.runs.ranks import placed_teacher
-from shardwright.trainers.runs.settings import source_faults
 
 pytestmark = pytest.mark.slow
 
@@ -384,11 +384,12 @@ def test_results_replace_no_model_that_is_read(tmp_path: Path) -> None:
     for directory in (model, teacher):
         directory.mkdir()
     (tmp_path / "link").symlink_to(teacher)
-    sources = {"model": str(model), "teacher": str(teacher)}
+    sources = {"the model": str(model), "the teacher": str(teacher)}
     for chosen, part in ((model, "model"), (tmp_path / "link", "teacher")):
-        (fault,) = source_faults(chosen, **sources)
+        (fault,) = output_faults(chosen, force=True, sources=sources)
         assert f"is the {part} itself" in fault.rule and fault.value == str(chosen)
-    assert not source_faults(tmp_path, **sources) and not source_faults(tmp_path / "new", model="new", teacher=None)
+    assert not output_faults(tmp_path, force=True, sources=sources)
+    assert not output_faults(tmp_path / "new", force=False, sources={"the model": "new", "the teacher": None})
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from safetensors import safe_open
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
 from shardwright.plugins.deepspeed.gathering import gathered_parameters
+from shardwright.plugins.safetensors.writing import save_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.export import checkpoint as export_module
-from shardwright.trainers.qat.export import files as export_files
 from shardwright.trainers.qat.export.checkpoint import export
 from shardwright.trainers.qat.rounding.attachment import attachment_of
 from shardwright.trainers.verify import checkpoint as verify
@@ -181,7 +182,7 @@ def test_rounding_the_trained_weights_again_gives_other_codes(tmp_path):
 
 
 def test_tied_head_biases_and_shards(tmp_path, reload_here, monkeypatch):
-    monkeypatch.setattr(export_files, "_SHARD_SIZE", "60KB")
+    monkeypatch.setattr(export_module, "save_checkpoint", partial(save_checkpoint, shard_bytes=60_000))
     model = small_model(torch.bfloat16, tie_word_embeddings=True, attention_bias=True)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.bias.normal_()
@@ -283,9 +284,9 @@ def test_checkpoint_that_differs_is_kept_aside(tmp_path, reload_here, monkeypatc
     def write(tensors, directory):
         tensors = dict(tensors)
         tensors[f"{Q_PROJ}.weight_scale"] = tensors[f"{Q_PROJ}.weight_scale"] * 1.01
-        export_files.write_weights(tensors, directory)
+        save_checkpoint(tensors, directory)
 
-    monkeypatch.setattr(export_module, "write_weights", write)
+    monkeypatch.setattr(export_module, "save_checkpoint", write)
     with pytest.raises(ShardwrightError, match=r"written matrices differ .* by .*; reloaded logits differ"):
         callback.export(trainer, tmp_path / "out")
     assert not (tmp_path / "out").exists()

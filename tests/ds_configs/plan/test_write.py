@@ -1,0 +1,81 @@
+"""Files of every command: written beside their place and renamed, and one rule on what may be replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shardwright.ds_configs.plan.write import output_faults, replacing, write_files
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+
+
+def test_files_are_readable_and_scripts_run(tmp_path):
+    paths = write_files({"b.sh": "#!/bin/sh\n", "a.json": "{}", "c.png": b"\x89"}, tmp_path / "new" / "out")
+    assert [path.name for path in paths] == ["a.json", "b.sh", "c.png"]
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o644, 0o755, 0o644]
+    assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == ["a.json", "b.sh", "c.png"]
+
+
+def test_one_rule_on_what_may_be_replaced(tmp_path):
+    out, model = tmp_path / "out", tmp_path / "model"
+    model.mkdir()
+    assert output_faults(out, force=False) == []
+    out.mkdir()
+    (out / "report.json").touch()
+    assert output_faults(out, force=False, own=("report.json",)) == output_faults(out, force=True) == []
+    (fault,) = output_faults(out, force=False)
+    assert "exists and is not empty; use --force" in str(fault)
+    (out / "notes.txt").touch()
+    (fault,) = output_faults(out, force=False, own=("report.json",))
+    assert "holds 'notes.txt'" in fault.rule
+    (fault,) = output_faults(out / "notes.txt", force=True)
+    assert fault.rule == "is a file"
+    (tmp_path / "link").symlink_to(model)
+    sources = {"the model": str(model), "the teacher": None}
+    (fault,) = output_faults(tmp_path / "link", force=True, sources=sources)
+    assert "is the model itself" in fault.rule
+
+
+def test_a_directory_in_the_way_is_named_before_anything_is_written(tmp_path):
+    (tmp_path / "b.json").mkdir()
+    with pytest.raises(UsageError, match=r"output_dir/b\.json: is a directory"):
+        write_files({"a.json": "{}", "b.json": "{}"}, tmp_path, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
+
+
+def test_a_disk_that_is_full_at_the_second_file_changes_nothing(tmp_path, monkeypatch):
+    write_files({"a.json": "old", "b.json": "old"}, tmp_path)
+    real, calls = Path.write_bytes, []
+
+    def full(path, content):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ShardwrightError, match=r"cannot be written \(No space left on device\)"):
+        write_files({"a.json": "new", "b.json": "new"}, tmp_path, force=True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "old", "b.json": "old"}
+
+
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
+    """A process that dies without a chance to clean up, after its new content is on the disk."""
+    (tmp_path / "a.json").write_text("old")
+    script = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from shardwright.ds_configs.plan.write import replacing\n"
+        "with replacing(Path(sys.argv[1])) as temporary:\n"
+        "    temporary.write_text('new'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a.json")], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "a.json").read_text() == "old"
+    with replacing(tmp_path / "a.json") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "a.json").read_text() == "new"
