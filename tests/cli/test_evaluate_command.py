@@ -119,7 +119,7 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
     assert png.startswith(b"\x89PNG") and len(png) > 5000
 
     again = shell(halved_llama, "--seq-len", 64, "--output-dir", output)
-    assert again.code == 2 and "use --force to write the report into it" in again.err
+    assert again.code == 2 and "use --force to write into it" in again.err
     forced = shell(halved_llama, "--seq-len", 64, "--num-samples", 2, "--no-speed", "--output-dir", output, "--force")
     assert forced.code == 0, forced.err
     assert json.loads((output / "evaluation.json").read_text())["baseline"] is None
@@ -144,7 +144,7 @@ def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_pa
     )  # fmt: skip
     assert result.code == 2
     wrong = [fault["where"] for fault in json.loads(result.out)["error"]["faults"]]
-    assert wrong == ["--dataset", "--limit", "--few-shot", "--include-path", "--output-dir"]
+    assert wrong == ["--dataset", "--limit", "--few-shot", "--include-path", "output_dir"]
 
 
 @pytest.mark.parametrize(
