@@ -124,8 +124,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
     faults = combination_faults(settings)
     if not dry_run:
-        sources = {"the model": model, "the teacher": None if settings.teacher == SELF else settings.teacher}
-        faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
+        faults += run_output_faults(output_dir, force=force, resume=resume, sources=_sources(settings, model))
     hardware = source = config = attachment = words = samples = teacher = None
     with collecting(faults):
         config = qat_config(settings)
@@ -172,6 +171,10 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         vocab_size=words[1],
         needs_calibration=bool(attachment.ranges) and not config.observes,
     )
+
+
+def _sources(settings: QATSettings, model: str) -> dict[str, str | None]:
+    return {"the model": model, "the teacher": None if settings.teacher == SELF else settings.teacher}
 
 
 def _teacher(settings: QATSettings, model: str) -> dict[str, Any] | None:
