@@ -25,7 +25,7 @@ from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, T
 from shardwright.trainers.losses.plain_loss import plain_token_loss
 
 MEASURED = Path(__file__).with_name("kd_memory.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "explain" / "losses.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "costs.md"
 REPETITIONS = 2
 TARGET_BYTES = 3.5e9
 _BYTES_OF_A_ROW = 32

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 MEASURED = Path(__file__).with_name("quantize_overhead.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "explain" / "quantize_engine.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "costs.md"
 WAYS = ("oneshot", "adapter", "adapter with journal")
 TURNS, ALLOWED = 3, 1.05
 SAMPLES, SEQ_LEN, VOCAB_SIZE, LAYERS, HIDDEN_SIZE = 8, 256, 4096, 6, 384
