@@ -16,6 +16,7 @@ help:
 	@echo "make test-fast    run what takes no real training, launch or installation"
 	@echo "make lint    ruff and mypy"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"
+	@echo "make readme    regenerate the map of rooms, docs/reference and the output that pages show"
 
 install: $(VENV)/.installed
 
@@ -58,6 +59,8 @@ format: install
 
 readme: install
 	$(BIN)/python tests/readme_parts.py
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tests/runnable_blocks.py
 
 gallery: install
 	$(BIN)/python tools/gallery.py tests/data/models ds_configs/gallery
