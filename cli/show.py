@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,9 @@ _BAR_WIDTH = 60
 
 
 def console() -> Console:
-    """Return a console on stdout; plain text of a fixed width when that is not a terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    """Return a console on stdout; plain text of 120 columns, or of `COLUMNS`, when that is not a terminal."""
+    fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=120 if fixed else None)
 
 
 def show_plan(plan: Plan, directory: Path | None) -> None:

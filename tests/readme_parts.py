@@ -1,4 +1,4 @@
-"""Generated parts of the README and of the reference: rooms and files, from their docstrings, and an example's output.
+"""Generated parts of the README and of the reference: rooms and files, from their docstrings.
 
 `python tests/readme_parts.py` writes them.
 """
@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from textwrap import wrap
 
 from paths import ROOT
-from shardwright.cli.configs import load_entry
-from shardwright.cli.demo import plan_again
-from shardwright.cli.show import show_plan
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "reference" / "tree.md")
-EXAMPLE = "llama-3.1-8b_8xA100-80GB"
 FLOORS = ("ds_configs", "plugins", "trainers", "cli")
 OTHERS = {
     "ds_configs/data/": "accelerators, activation coefficients, known configuration keys",
@@ -69,17 +63,9 @@ def rooms() -> str:
     return "\n".join(lines)
 
 
-def example() -> str:
-    """What `shardwright plan meta-llama/Llama-3.1-8B --hardware 8xA100-80GB` prints."""
-    output = StringIO()
-    with redirect_stdout(output):
-        show_plan(plan_again(load_entry(EXAMPLE)), None)
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
-
-
 def with_generated_parts(page: str) -> str:
     """A page with the parts that it marks made anew."""
-    for name, make in (("tree", tree), ("rooms", rooms), ("example", example)):
+    for name, make in (("tree", tree), ("rooms", rooms)):
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if start in page:
             block = f"{start}\n```text\n{make()}\n```\n{end}"
