@@ -66,6 +66,31 @@ def torchvision_is_not_needed() -> Iterator[None]:
 
 
 @contextmanager
+def kept_conversion_mappings() -> Iterator[None]:
+    """Leave other mixtures of this process their weights.
+
+    llmcompressor 0.14.0.1, `modeling/moe/linearize.py` `load_quantizable_moe`: registers how one model's experts are
+    written for all models of its type. A later `from_pretrained` of that type in the same process renames no expert,
+    finds none, and runs with random ones after a warning. What it must write is kept with the model as well.
+    """
+    from transformers import conversion_mapping
+
+    # Builds the table, if nothing was loaded yet.
+    conversion_mapping.get_checkpoint_conversion_mapping("mixtral")
+    mappings, registered = (
+        conversion_mapping._checkpoint_conversion_mapping_cache,
+        conversion_mapping.USER_REGISTERED_MAPPINGS,
+    )
+    kept_mappings, kept_registered = dict(mappings), set(registered)
+    try:
+        yield
+    finally:
+        for current, kept in ((mappings, kept_mappings), (registered, kept_registered)):
+            current.clear()
+            current.update(kept)
+
+
+@contextmanager
 def attention_scores_are_not_kept() -> Iterator[None]:
     """Let AWQ calibrate on long text.
 

@@ -15,7 +15,7 @@ from ..huggingface_hub.hub import ModelSource, read_model_source
 from ..safetensors.reading import checkpoint_files, read_checkpoint
 from ..transformers.meta_model import build_meta_model, model_spec_from_meta
 from .experts import expert_layers, router_patterns
-from .fixes import torchvision_is_not_needed
+from .fixes import kept_conversion_mappings, torchvision_is_not_needed
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
@@ -191,7 +191,7 @@ def _load_with_linear_experts(model_class: Any, where: str, named: Mapping[str, 
     """Load a mixture; llmcompressor 0.14.0.1 cannot pass on `output_loading_info` (AttributeError on the pair)."""
     from llmcompressor.utils import load_context
 
-    with torchvision_is_not_needed(), load_context(model_class):
+    with torchvision_is_not_needed(), kept_conversion_mappings(), load_context(model_class):
         return model_class.from_pretrained(where, **named)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,13 +206,12 @@ def test_yaml_files_are_read(tmp_path: Path) -> None:
 
 
 def fake_torch(monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, float]]) -> None:
+    import torch
+
     properties = [SimpleNamespace(name=name, total_memory=int(gib * GIB)) for name, gib in devices]
-    cuda = SimpleNamespace(
-        is_available=lambda: bool(devices),
-        device_count=lambda: len(devices),
-        get_device_properties=lambda index: properties[index],
-    )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(devices))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
 
 
 def test_no_accelerator_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.llm_compressor.experts import restore_expert_names
-from shardwright.plugins.llm_compressor.fixes import torchvision_is_not_needed
+from shardwright.plugins.llm_compressor.fixes import kept_conversion_mappings, torchvision_is_not_needed
 from shardwright.plugins.llm_compressor.loading import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
@@ -116,6 +116,34 @@ def test_upstream_still_asks_modules_that_need_torchvision():
     with torchvision_is_not_needed():
         assert failing() == []
     assert set(before) <= set(sys.modules)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_other_models_of_the_process_keep_their_experts(mixtures, name):
+    from shardwright.plugins.llm_compressor.loading import load_for_quantization
+    from transformers import AutoModelForCausalLM
+
+    def state():
+        model, found = AutoModelForCausalLM.from_pretrained(mixtures[name], dtype="auto", output_loading_info=True)
+        assert not found["missing_keys"]
+        return model.state_dict()
+
+    before = state()
+    load_for_quantization(open_source(str(mixtures[name])), device="cpu")
+    after = state()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+def test_upstream_still_registers_how_one_model_is_written_for_all(mixtures):
+    """llmcompressor 0.14.0.1; when later models find their experts, `kept_conversion_mappings` can go."""
+    from llmcompressor.utils import load_context
+    from transformers import AutoModelForCausalLM
+
+    with kept_conversion_mappings():
+        with torchvision_is_not_needed(), load_context(AutoModelForCausalLM):
+            AutoModelForCausalLM.from_pretrained(mixtures["qwen3-moe"], dtype="auto")
+        _, found = AutoModelForCausalLM.from_pretrained(mixtures["qwen3-moe"], output_loading_info=True)
+        assert found["missing_keys"]
 
 
 def test_names_change_and_data_stays(tmp_path):
