@@ -20,6 +20,11 @@ def tiny(kind: str, *, hidden: int = 32, layers: int = 2, seed: int = 0, **chang
     gpt2 = {"vocab_size": VOCAB, "n_embd": hidden, "n_layer": layers, "n_head": 4, "initializer_range": 0.1}
     encoder = common | {"intermediate_size": 2 * hidden, "initializer_range": 0.1}
     t5 = {"vocab_size": VOCAB, "d_model": hidden, "d_kv": 8, "num_heads": 4, "num_layers": layers, "d_ff": 2 * hidden}
+    falcon_h1 = {"mamba_d_ssm": hidden, "mamba_n_heads": 4, "mamba_d_head": hidden // 4, "mamba_d_state": 8}
+    griffin = {"lru_width": hidden, "attention_window_size": 16, "logits_soft_cap": 0.5}
+    bart = {"vocab_size": VOCAB, "d_model": hidden, "init_std": 0.1, "eos_token_id": 1, "decoder_start_token_id": 1}
+    for side in ("encoder", "decoder"):
+        bart |= {f"{side}_layers": layers, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 2 * hidden}
     known: dict[str, tuple[str, str, dict[str, Any]]] = {
         "llama": ("LlamaForCausalLM", "LlamaConfig", decoder),
         "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", decoder | {"head_dim": 8, "final_logit_softcapping": 3.0}),
@@ -31,6 +36,10 @@ def tiny(kind: str, *, hidden: int = 32, layers: int = 2, seed: int = 0, **chang
         "bert_sequences": ("BertForSequenceClassification", "BertConfig", encoder | {"num_labels": 5}),
         "bert_tokens": ("BertForTokenClassification", "BertConfig", encoder | {"num_labels": 5}),
         "t5": ("T5ForConditionalGeneration", "T5Config", t5 | {"decoder_start_token_id": 0}),
+        "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", decoder | falcon_h1 | {"lm_head_multiplier": 7.0}),
+        "recurrent_gemma": ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", common | griffin),
+        "bart": ("BartForConditionalGeneration", "BartConfig", bart),
+        "marian": ("MarianMTModel", "MarianConfig", bart),
     }
     model_class, config_class, settings = known[kind]
     config = getattr(transformers, config_class)(**(settings | {"pad_token_id": 0, "bos_token_id": 1} | changes))

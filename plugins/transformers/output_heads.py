@@ -85,21 +85,42 @@ def output_head(model: Any) -> OutputHead:
     """Return the output head of a Transformers model; its tensors are the model's own.
 
     Raises:
-        UsageError: the model has no head, or one whose weight is no matrix of floating-point numbers.
+        UsageError: the model has no head, or one that is no product with a matrix of floating-point numbers.
     """
     weight_VH, bias_V = head_tensors(head_module(model))
+    return shaped_head(model, weight_VH, bias_V)
+
+
+def shaped_head(model: Any, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> OutputHead:
+    """Return a head of these tensors with the scale, the soft-cap and the further bias that a model applies."""
+    further_V = further_bias(model)
+    if further_V is not None:
+        further_V = further_V.to(weight_VH.dtype)
+        bias_V = further_V if bias_V is None else bias_V + further_V
     scale, soft_cap = logit_shape(model)
     return OutputHead(weight_VH=weight_VH, bias_V=bias_V, scale=scale, soft_cap=soft_cap)
+
+
+def further_bias(model: Any) -> torch.Tensor | None:
+    """Return what BART and its like add to the logits behind the head, [V]; `None` in other families."""
+    found = getattr(model, "final_logits_bias", None)
+    return None if found is None else found.detach().reshape(-1)
 
 
 def head_tensors(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return weight and bias of a head, with the adapter that PEFT put on it.
 
     Raises:
-        UsageError: the weight is quantized.
+        UsageError: the weight is quantized, or the module computes otherwise than a linear layer.
     """
+    import torch
+
     if hasattr(module, "modules_to_save"):
         module = module.modules_to_save[module.active_adapters[0]]
+    plain = "peft" in type(module).__module__ if hasattr(module, "base_layer") else None
+    if plain is False or (plain is None and type(module).forward is not torch.nn.Linear.forward):
+        rule = f"is a {type(module).__name__}, which computes otherwise than a linear layer, as a fused loss does"
+        raise UsageError(Fault(where="output head", rule=rule, fix="use implementation='plain'"))
     if hasattr(module, "base_layer"):
         weight_VH, bias_V = head_tensors(module.base_layer)
         if not module.disable_adapters:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
-from .output_heads import OutputHead, head_module, logit_shape, output_head
+from .output_heads import OutputHead, head_module, output_head, shaped_head
 from .whole_loading import weights_on_every_rank
 
 if TYPE_CHECKING:
@@ -59,14 +59,8 @@ def gathered_head(model: Any) -> Iterator[OutputHead]:
             yield output_head(model)
         return
     if any(hasattr(parameter, "full_tensor") for parameter in head.parameters()):
-        scale, soft_cap = logit_shape(model)
         bias = getattr(head, "bias", None)
-        yield OutputHead(
-            weight_VH=_whole(head.weight, model),
-            bias_V=None if bias is None else _whole(bias, model),
-            scale=scale,
-            soft_cap=soft_cap,
-        )
+        yield shaped_head(model, _whole(head.weight, model), None if bias is None else _whole(bias, model))
         return
     yield output_head(model)
 
@@ -146,6 +140,11 @@ def _four_bit(dtype: Any) -> Any:
     from ..peft.lora import four_bit_loading
 
     return four_bit_loading(dtype)
+
+
+def without_partitioning() -> AbstractContextManager[None]:
+    """Return a context manager in which models are made whole, whatever the student's DeepSpeed configuration says."""
+    return _partitioning(sharded=False, offloaded=False, dtype=None)
 
 
 @contextmanager

@@ -23,22 +23,44 @@ AVERAGE_FILE = "ema_teacher.safetensors"
 def frozen_copy(model: Any) -> Any:
     """Return a copy of a model that is not yet wrapped, in evaluation mode and without gradients.
 
+    Weights that ZeRO-3 has partitioned while it loaded are gathered one at a time; every rank must call.
+
     Raises:
-        UsageError: the weights are partitioned already.
+        UsageError: weights are partitioned, and the model is no longer what its class makes.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        rule = "ZeRO-3 has partitioned the student's weights already"
-        fix = "load the teacher from the same checkpoint, or use a lower stage"
-        raise UsageError(Fault(where="self_teacher", rule=rule, fix=fix))
-    teacher = copy.deepcopy(model)
+        teacher = _gathered_copy(model)
+    else:
+        teacher = copy.deepcopy(model)
     teacher.requires_grad_(False)
     return teacher.eval()
+
+
+def _gathered_copy(model: Any) -> Any:
+    import torch
+
+    from ...plugins.transformers.teacher_placement import without_partitioning
+
+    with without_partitioning():
+        teacher = type(model)(copy.deepcopy(model.config)).to(model.dtype)
+    sources = [dict(each.named_parameters()) | dict(each.named_buffers()) for each in (model, teacher)]
+    own, made = sources
+    if own.keys() != made.keys():
+        names = sorted(own.keys() ^ made.keys())
+        rule = f"ZeRO-3 has partitioned the student's weights already, and it has other ones than its class: {names[0]}"
+        fix = "load the teacher from the same checkpoint, or use a lower stage"
+        raise UsageError(Fault(where="self_teacher", rule=rule, fix=fix))
+    with torch.no_grad():
+        for name, tensor in made.items():
+            with _whole(own[name]) as whole:
+                tensor.copy_(whole)
+    return teacher
 
 
 class MovingAverage(TrainerCallback):
     """Keeps a teacher at the exponential moving average of the student: ``θ' ← d θ' + (1 - d) θ`` (arXiv 1703.01780).
 
-    Buffers are copied. Under FSDP2 the average is of whole weights, gathered one at a time.
+    Buffers are copied. Under ZeRO-3 and FSDP2 the average is of whole weights, gathered one at a time.
     """
 
     def __init__(self, teacher: Any, student: Callable[[], Any], decay: float) -> None:
@@ -53,8 +75,8 @@ class MovingAverage(TrainerCallback):
             student = self._student()
             for name, parameter in student.named_parameters():
                 if name in own:
-                    whole = _whole(parameter)
-                    own[name].lerp_(whole.to(device=own[name].device, dtype=own[name].dtype), 1.0 - self._decay)
+                    with _whole(parameter) as whole:
+                        own[name].lerp_(whole.to(device=own[name].device, dtype=own[name].dtype), 1.0 - self._decay)
             own_buffers = dict(self._teacher.named_buffers())
             for name, buffer in student.named_buffers():
                 if name in own_buffers:
@@ -87,9 +109,16 @@ class MovingAverage(TrainerCallback):
         load_model(self._teacher, str(path), device=str(next(self._teacher.parameters()).device))
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+@contextmanager
+def _whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter
+        return
     full_tensor = getattr(parameter, "full_tensor", None)
-    return parameter if full_tensor is None else full_tensor()
+    yield parameter if full_tensor is None else full_tensor()
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...plugins.transformers.attention_capture import hidden_states_of
-from ...plugins.transformers.output_heads import OutputHead, head_module, head_tensors, logit_shape
+from ...plugins.transformers.output_heads import OutputHead, output_head
 from ..losses.fused_loss import fused_token_loss
-from ..losses.head_forward import HeadReplacement
+from ..losses.head_forward import HeadReplacement, UnknownLogitsError
 from ..losses.objective import HiddenTargets, TeacherTargets, TokenObjective, TokenSums
 from ..losses.plain_loss import plain_token_loss
 from .batch import DistillationBatch
@@ -48,6 +48,8 @@ class StudentStep:
     """Detached sums by name, once the forward has run."""
     logits: torch.Tensor | None = None
     """Logits of all positions, where the plain loss made them."""
+    unknown_logits: UnknownLogitsError | None = None
+    """Why the fused loss is not that of this model; what was returned means nothing then."""
     _loss: Any = None
 
     def forward(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -63,9 +65,15 @@ class StudentStep:
             token_sums = self._plain(outputs.logits)
             loss, self.logits = token_sums.loss, outputs.logits
         else:
-            token_sums, loss = self._token_sums, head.result
-            if self.check_head:
-                head.check_logits(outputs.logits)
+            try:
+                loss = head.result
+                if self.check_head:
+                    head.check_logits(outputs.logits)
+            except UnknownLogitsError as error:
+                # Told behind the wrappers, whose hooks an error would leave half done.
+                self.unknown_logits = error
+                return {"loss": outputs.logits.sum()}
+            token_sums = self._token_sums
         self.sums = sums_by_name(token_sums)
         if self.features is not None:
             loss = loss + self._feature_terms(outputs, attention)
@@ -111,9 +119,7 @@ class StudentStep:
         )
 
     def _head_work(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight_VH, bias_V = head_tensors(head_module(self.model))
-        scale, soft_cap = logit_shape(self.model)
-        head = OutputHead(weight_VH=weight_VH, bias_V=bias_V, scale=scale, soft_cap=soft_cap)
+        head = output_head(self.model)
         hidden_NH = self.batch.rows_of(hidden)
         if self.early_exit is not None:
             return self._keep(self._with_early_exit(hidden_NH, head))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.whole_sequence import own_shard, whole_sequences
 from ...plugins.transformers.attention_capture import hidden_states_of
-from ...plugins.transformers.output_heads import OutputHead
 from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from ..losses.head_forward import accepted_inputs, captured_head_input
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets
@@ -56,8 +55,13 @@ def ask(
     fused: bool,
     features: FeatureMatching | None,
     sequence_sharded: bool,
+    check_head: bool,
 ) -> Lesson:
-    """Run the teacher on a batch; with sharded sequences it reads the whole ones, and its own shard is kept."""
+    """Run the teacher on a batch; with sharded sequences it reads the whole ones, and its own shard is kept.
+
+    Raises:
+        UnknownLogitsError: with `fused` and `check_head`, where its logits are not those of its head.
+    """
     inputs = whole_sequences(batch.model_inputs) if sequence_sharded else batch.model_inputs
     wants_hidden_states = features is not None and features.hidden_term is not None
     if wants_hidden_states:
@@ -69,11 +73,9 @@ def ask(
         outputs = teacher(**accepted_inputs(teacher.model, inputs))
     hidden_NH = None
     if kept is not None:
-        if not kept:
-            rule = "its forward does not call its output embeddings as a module"
-            fix = "use implementation='plain'"
-            raise UsageError(Fault(where=f"teacher {type(teacher.model).__name__}", rule=rule, fix=fix))
-        hidden_NH = batch.rows_of(own(kept[0]))
+        if check_head:
+            kept.check(f"teacher {type(teacher.model).__name__}", outputs.logits)
+        hidden_NH = batch.rows_of(own(kept.inputs[0]))
     return Lesson(
         hidden_NH=hidden_NH,
         logits=None if fused else own(outputs.logits),
@@ -106,12 +108,8 @@ def targets_of(
     """Give the teacher's targets; the head's weights are whole inside the block."""
     if lesson.hidden_NH is not None and gathered_head is not None:
         with gathered_head() as head:
-            frozen = OutputHead(
-                weight_VH=head.weight_VH.detach(),
-                bias_V=None if head.bias_V is None else head.bias_V.detach(),
-                scale=head.scale,
-                soft_cap=head.soft_cap,
-            )
+            bias_V = None if head.bias_V is None else head.bias_V.detach()
+            frozen = replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V)
             yield HiddenTargets(hidden_NH=lesson.hidden_NH, head=frozen)
     elif lesson.logits is not None:
         yield LogitTargets(logits_NV=batch.rows_of(lesson.logits))

@@ -39,7 +39,7 @@ class TeacherSetup:
                 faults.append(
                     Fault(where="n_gpu", value=arguments.n_gpu, rule=rule, fix="start with accelerate launch")
                 )
-            faults += _teacher_faults(teacher, distillation)
+            faults += _teacher_faults(teacher, distillation) + _shared_weight_faults(student, teacher)
         if faults:
             raise UsageError(faults)
         if teacher is not None and not distillation.is_plain_training:
@@ -249,6 +249,20 @@ def _teacher_faults(teacher: Any, distillation: DistillationConfig) -> list[Faul
         if isinstance(distillation.temperature, Schedule):
             faults.append(Fault(where="temperature", rule="a cache holds fixed temperatures", fix="use one of them"))
     return faults
+
+
+def _shared_weight_faults(student: Any, teacher: Any) -> list[Fault]:
+    """Return the fault of a teacher that is the student, or holds weights of it: to freeze one freezes both."""
+    models = [student, teacher.model if hasattr(teacher, "gathered_head") else teacher]
+    if not all(hasattr(model, "named_parameters") for model in models):
+        return []
+    own = {id(parameter) for parameter in student.parameters()}
+    shared = [name for name, parameter in models[1].named_parameters() if id(parameter) in own]
+    if not shared:
+        return []
+    rule = f"shares {len(shared)} tensors with the student, such as {shared[0]}, which could not train then"
+    fix = "load it a second time, or set distillation.self_teacher"
+    return [Fault(where="teacher", value=type(models[1]).__name__, rule=rule, fix=fix)]
 
 
 def _warn_of_swapped_sizes(student: Any, teacher: Any) -> None:

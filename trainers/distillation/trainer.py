@@ -10,7 +10,8 @@ from transformers import Trainer
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
-from ..losses.head_forward import accepted_inputs, replaced_forward
+from ...plugins.launching.notes import note
+from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
 from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch
 from .config import DistillationConfig, OnPolicy
@@ -65,7 +66,7 @@ class DistillationTrainer(Trainer):
         self._cross_tokenizer = setup.cross_tokenizer(kwargs, teacher_tokenizer)
         super().__init__(model=model, args=args, **kwargs)
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
-        self._checked_first_step = self._checked_head = False
+        self._checked_first_step = self._checked_head = self._other_logits = False
         self._keeps_logits = False
         self.teacher: Any = None
         self.teacher_cache: Any = None
@@ -97,9 +98,34 @@ class DistillationTrainer(Trainer):
         """Return the share of this micro-batch and rank in the mean over all labelled tokens."""
         if self.distillation.is_plain_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        fused = self._uses_fused(return_outputs)
+        try:
+            return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=fused)
+        except UnknownLogitsError as error:
+            if self.distillation.implementation == "fused" or self._exits_early:
+                raise
+            # Every rank finds the same in its first step, before any gradient.
+            self._other_logits = True
+            note(f"{error.faults[0].where} {error.faults[0].rule}: the loss is computed from whole logits")
+        return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=False)
+
+    def _uses_fused(self, return_outputs: bool) -> bool:
+        keeps_logits = return_outputs and self._keeps_logits
+        if self._exits_early and keeps_logits:
+            rule = "learns in the place of the head, so that nobody can read the logits of an evaluation besides"
+            fix = "evaluate without compute_metrics, or with prediction_loss_only=True"
+            raise UsageError(Fault(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
+        if self._exits_early:
+            return True
+        if self._other_logits or keeps_logits:
+            return False
+        return uses_fused(self.distillation, inner_model(self), self.teacher)
+
+    def _distilled(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Any, *, fused: bool
+    ) -> Any:
         inner = inner_model(self)
         batch = split_batch(self._with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
-        fused = uses_fused(self.distillation, inner, self.teacher) and not (return_outputs and self._keeps_logits)
         objective = self.distillation.objective(self._progress())
         lesson = self._lesson(model, batch, fused)
         with self._targets(lesson, batch, objective) as targets:
@@ -119,6 +145,8 @@ class DistillationTrainer(Trainer):
             )
             with replaced_forward(inner, step.forward):
                 outputs = model(**accepted_inputs(inner, batch.model_inputs))
+        if step.unknown_logits is not None:
+            raise step.unknown_logits
         self._checked_head = self._checked_head or fused
         self._record(model, step.sums, num_items_in_batch)
         loss = step.exact_loss(outputs, times=self._added_ranks())
@@ -159,7 +187,14 @@ class DistillationTrainer(Trainer):
         if self._cross_tokenizer is not None:
             return ask_in_its_own_tokens(teacher, batch)
         sharded = self._ranks_of_a_sequence() > 1
-        return ask(teacher, batch, fused=fused, features=self._features, sequence_sharded=sharded)
+        return ask(
+            teacher,
+            batch,
+            fused=fused,
+            features=self._features,
+            sequence_sharded=sharded,
+            check_head=not self._checked_head,
+        )
 
     @contextmanager
     def _targets(
@@ -190,9 +225,14 @@ class DistillationTrainer(Trainer):
     def _progress(self) -> float:
         return float(self.state.global_step / max(1, self.state.max_steps))
 
+    @property
+    def _exits_early(self) -> bool:
+        own = self.distillation.self_teacher
+        return own is not None and own.kind == "deeper_exit"
+
     def _early_exit(self, inner: Any) -> Any:
         own = self.distillation.self_teacher
-        if own is None or own.kind != "deeper_exit":
+        if own is None or not self._exits_early:
             return None
         from .self_teacher import EarlyExit
 

@@ -119,14 +119,18 @@ class ModelReader:
         assert self.head is not None
         with captured_head_input(self._model) as kept:
             outputs = self._run(batch)
-        if len(kept) != 1 or kept[0].shape[:2] != batch["input_ids"].shape:
+        if len(kept.inputs) != 1 or kept.inputs[0].shape[:2] != batch["input_ids"].shape:
             return None
-        first = kept[0].reshape(-1, kept[0].shape[-1])[:1]
-        own, expected = self.head(first), outputs.logits.reshape(1, -1)
+        try:
+            kept.check(self.name, outputs.logits)
+        except UsageError:
+            return None
+        states = kept.inputs[0]
+        own, expected = self.head(states.reshape(-1, states.shape[-1])[:1]), outputs.logits[0, :1]
         agree = own.shape == expected.shape and torch.allclose(
             own.float(), expected.float(), rtol=1e-3, atol=1e-3, equal_nan=True
         )
-        return kept[0] if agree else None
+        return states if agree else None
 
 
 def _separate_head(model: Any) -> Head | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import VOCAB, collate, reference_loss, rows, tiny, training_arguments
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation import (
     DistillationConfig,
@@ -20,6 +21,7 @@ from shardwright.trainers.distillation import (
 )
 from shardwright.trainers.distillation.batch import split_batch
 from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, own_randomness, prompts_of
+from shardwright.trainers.qat.callback import QATCallback
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +97,68 @@ def test_an_encoder_decoder_learns_from_its_teacher(tmp_path: Path) -> None:
         trainer = trained(tmp_path, copy.deepcopy(student), teacher, samples, config, **arguments)
         losses.append(trainer.state.log_history[0]["loss"])
     assert losses == pytest.approx([float(expected)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "taught_by"),
+    [("llama", "recurrent_gemma"), ("recurrent_gemma", "llama"), ("llama", "falcon_h1"), ("falcon_h1", "falcon_h1")],
+)
+def test_logits_of_another_shape_are_taken_from_the_model(kind: str, taught_by: str, tmp_path: Path) -> None:
+    """Scales and soft-caps of unknown names are seen in the first step, the student's as well as the teacher's."""
+    losses = {}
+    for implementation in ("auto", "plain"):
+        config = DistillationConfig(alpha=ALPHA, temperature=TEMPERATURE, implementation=implementation)
+        changes = {"max_steps": 2, "num_train_epochs": 2}
+        trainer = trained(
+            tmp_path, tiny(kind, seed=1), tiny(taught_by, seed=2), rows("llama", 4), config, **changes
+        )
+        losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses["auto"] == pytest.approx(losses["plain"], abs=1e-6)
+    config = DistillationConfig(alpha=ALPHA, implementation="fused")
+    with pytest.raises(UsageError, match="where .* was expected"):
+        trained(tmp_path, tiny(kind, seed=1), tiny(taught_by, seed=2), rows("llama", 4), config)
+
+
+@pytest.mark.parametrize("kind", ["bart", "marian"])
+def test_a_bias_behind_the_head_is_part_of_the_fused_loss(kind: str, tmp_path: Path) -> None:
+    losses = {}
+    for implementation in ("fused", "plain"):
+        models = [tiny(kind, seed=seed) for seed in (1, 2)]
+        for model in models:
+            model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(7))
+        config = DistillationConfig(alpha=ALPHA, temperature=TEMPERATURE, implementation=implementation)
+        trainer = trained(tmp_path, *models, rows("llama", 8), config, max_steps=2)
+        losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses["fused"] == pytest.approx(losses["plain"], abs=1e-6)
+
+
+def test_a_head_that_rounds_is_no_product_with_its_weight(tmp_path: Path) -> None:
+    """A loss in the place of a rounded head would leave it unrounded."""
+    losses = {}
+    for implementation in ("auto", "plain"):
+        student, teacher = tiny("llama", seed=1), tiny("llama", seed=2)
+        rounding = QATCallback(changed(scheme_named("W4A16"), group_size=32, ignore=()))
+        config = DistillationConfig(alpha=ALPHA, implementation=implementation)
+        trainer = DistillationTrainer(
+            model=student,
+            args=training_arguments(tmp_path, max_steps=2),
+            teacher=teacher,
+            distillation=config,
+            train_dataset=rows("llama", 8),
+            data_collator=collate,
+            callbacks=[rounding],
+        )
+        trainer.train()
+        assert "lm_head" in rounding.attachment.modules
+        losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses["auto"] == pytest.approx(losses["plain"], abs=1e-6)
+
+
+def test_a_teacher_that_is_the_student_is_refused(tmp_path: Path) -> None:
+    student = tiny("llama")
+    with pytest.raises(UsageError, match="shares .* tensors with the student"):
+        trained(tmp_path, student, student, rows("llama", 4), DistillationConfig(alpha=0.5))
+    assert all(parameter.requires_grad for parameter in student.parameters())
 
 
 def test_without_a_teacher_it_is_the_plain_trainer(tmp_path: Path) -> None:

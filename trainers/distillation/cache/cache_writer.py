@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...losses.head_forward import accepted_inputs, captured_head_input
+from ...losses.head_forward import UnknownLogitsError, accepted_inputs, captured_head_input
 from .cache_format import Answers, RecordFormat, encode
 from .teacher_cache import (
     MANIFEST,
@@ -103,7 +103,7 @@ def write_cache(
     Raises:
         RefusedInputError: the directory holds another cache, or damaged files; every mismatch and file is named.
         ShardwrightError: the teacher's logits are no numbers, or the system refuses to write.
-        UsageError: the teacher does not call its output embeddings.
+        UsageError: the teacher has no output embeddings.
     """
     shards, missing = _missing(directory, key, samples)
     all_samples, all_tokens = len(samples), sum(len(ids) for ids in missing)
@@ -218,7 +218,7 @@ def teacher_answers(
 
     Raises:
         ShardwrightError: its logits are no numbers.
-        UsageError: it does not call its output embeddings.
+        UsageError: it has no output embeddings.
     """
     import torch
 
@@ -227,14 +227,26 @@ def teacher_answers(
     lengths_B = torch.tensor([len(ids) for ids in samples], device=device)
     mask_BS = torch.arange(longest, device=device) < lengths_B[:, None]
     with torch.no_grad(), captured_head_input(teacher.model) as kept:
-        teacher(**accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
-    if not kept:
-        rule = "its forward does not call its output embeddings as a module, whose input is cached"
-        raise UsageError(Fault(where=f"teacher {type(teacher.model).__name__}", rule=rule, fix="use a live teacher"))
-    hidden_NH = kept[0][mask_BS]
+        outputs = teacher(**accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
+    try:
+        kept.check(f"teacher {type(teacher.model).__name__}", outputs.logits)
+    except UnknownLogitsError:
+        yield from _own_logits(teacher, ids_BS, mask_BS, layout)
+        return
+    hidden_NH = kept.inputs[0][mask_BS]
     with torch.no_grad(), teacher.gathered_head() as head:
         for chunk_nH in hidden_NH.split(CHUNK_ROWS):
             yield answers_of(head.logits(chunk_nH.to(head.weight_VH.dtype)), layout)
+
+
+def _own_logits(teacher: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, layout: RecordFormat) -> Iterator[Answers]:
+    """Return what a teacher says whose logits come of more than a head."""
+    import torch
+
+    with torch.no_grad():
+        outputs = teacher(**accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
+    for chunk_nV in outputs.logits[mask_BS].split(CHUNK_ROWS):
+        yield answers_of(chunk_nV, layout)
 
 
 def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> Answers:

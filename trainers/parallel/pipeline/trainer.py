@@ -32,6 +32,7 @@ from ....plugins.launching.notes import note
 from ....plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
 from .checks import check_pipeline, configuration_in_use, engine_faults, global_batch_faults, length_faults
 from .evaluation import own_samples
+from .hooks import override_faults
 from .micro_batches import for_stages, of_one_shape, predicted_tokens, without_labels
 from .source import balanced, source_of
 
@@ -60,8 +61,10 @@ class PipelineTrainer(Trainer):
         **kwargs: What the Trainer takes besides: `train_dataset`, `eval_dataset`, `data_collator`,
             `processing_class`, `callbacks`, `optimizer_cls_and_kwargs`.
 
+    Subclasses may override what `hooks.HONOURED` names; others would not be called, and are refused.
+
     Raises:
-        UsageError: the model, the arguments or the layout break a rule of pipelines.
+        UsageError: the model, the arguments, the layout or an overridden method break a rule of pipelines.
 
     >>> trainer = PipelineTrainer(model, arguments, pipeline_stages=2, train_dataset=samples)  # doctest: +SKIP
     """
@@ -78,6 +81,8 @@ class PipelineTrainer(Trainer):
         attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if overridden := override_faults(self, PipelineTrainer):
+            raise UsageError(overridden)
         whole = source_of(model, revision=revision)
         ranks = _ranks(pipeline_stages, dual_pipe=dual_pipe)
         check_pipeline(
@@ -149,6 +154,8 @@ class PipelineTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None = None
     ) -> Any:
+        if overridden := override_faults(self, PipelineTrainer):
+            raise UsageError(overridden)
         if resume_from_checkpoint is not None:
             check_cut(Path(resume_from_checkpoint), self._cut, **self._ranks_of_a_stage)
         self.model_wrapped = self.model

@@ -24,6 +24,7 @@ from shardwright.trainers.distillation.cache.cache_writer import (
     Progress,
     answers_of,
     cache_key,
+    teacher_answers,
     tokenizer_hash,
     write_cache,
 )
@@ -452,3 +453,20 @@ class TestCommand:
         (Path(files[0]) / "model.safetensors").unlink()
         assert run(self.arguments(files, "--dry-run")) == 4
         assert "has no safetensors weights to answer with" in capsys.readouterr().err
+
+
+def test_a_cache_of_logits_behind_a_soft_cap_holds_the_capped_ones() -> None:
+    """What a head gives and what the model makes of it differ; the cache is of the model."""
+    from distilling import tiny
+
+    teacher = tiny("recurrent_gemma")
+    placed = PlacedTeacher(teacher, teacher, "replica")
+    samples = [[3, 9, 4, 11, 5], [8, 6, 7]]
+    layout = RecordFormat(vocab_size=128, top_k=8, temperatures=(1.0,))
+    found = [teacher_answers(placed, [ids], layout, torch.device("cpu")) for ids in samples]
+    for ids, answers in zip(samples, found, strict=True):
+        with torch.no_grad():
+            (expected,) = [answers_of(teacher(input_ids=torch.tensor([ids])).logits[0], layout)]
+        (own,) = answers
+        assert (own.ids_NK == expected.ids_NK).all()
+        assert abs(own.depths_NK - expected.depths_NK).max() < 1e-6

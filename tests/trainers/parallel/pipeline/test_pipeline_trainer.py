@@ -32,8 +32,11 @@ from shardwright.trainers.parallel.pipeline.checks import (
     length_faults,
 )
 from shardwright.trainers.parallel.pipeline.evaluation import own_samples
+from shardwright.trainers.parallel.pipeline.hooks import HONOURED, REFUSED, override_faults
 from shardwright.trainers.parallel.pipeline.micro_batches import IGNORED, for_stages, of_one_shape, predicted_tokens
 from shardwright.trainers.parallel.pipeline.source import balanced, source_of
+from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
+from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.slow
 
@@ -470,3 +473,28 @@ def test_deepspeed_evaluates_dual_pipes_with_the_buffers_of_training() -> None:
     training = SimpleNamespace(micro_batches=4)
     assert first_of_phase_1 == 8
     assert DualPipeVEngine._phase1_buffer(training, 0) == 4
+
+
+class TestOverriddenHooks:
+    def test_every_method_of_the_trainer_is_decided(self) -> None:
+        """A Transformers release with new hooks has to be looked at."""
+        methods = {name for name, value in vars(Trainer).items() if callable(value) and name != "__init__"}
+        assert methods - HONOURED == REFUSED.keys() & methods
+        assert not HONOURED & REFUSED.keys()
+
+    @pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step", "_clip_grad_norm"])
+    def test_what_a_schedule_does_not_call_is_refused(self, name: str, tmp_path: Path) -> None:
+        subclass: Any = type("OwnTrainer", (PipelineTrainer,), {name: lambda self, *args, **kwargs: None})
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        with pytest.raises(UsageError, match=rf"OwnTrainer\.{name}"):
+            subclass(untrained_model("llama"), arguments, pipeline_stages=2)
+
+    def test_what_is_put_on_the_object_is_refused_when_training_begins(self) -> None:
+        trainer = PipelineTrainer.__new__(PipelineTrainer)
+        assert override_faults(trainer, PipelineTrainer) == []
+        trainer.compute_loss = lambda *args, **kwargs: None
+        assert [fault.where for fault in override_faults(trainer, PipelineTrainer)] == ["PipelineTrainer.compute_loss"]
+
+    def test_what_is_called_may_be_overridden(self) -> None:
+        subclass: Any = type("OwnTrainer", (PipelineTrainer,), {"log": lambda self, logs, *args: None})
+        assert override_faults(subclass.__new__(subclass), PipelineTrainer) == []
