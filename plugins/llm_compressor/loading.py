@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.legality.model_classes import model_class_faults
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
 from ...ds_configs.specs.dimensions import Dimensions
@@ -64,6 +65,8 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     if faults:
         raise RefusedInputError(faults)
     meta = build_meta_model(source.config, source=model)
+    if faults := class_faults(source.config, meta):
+        raise UsageError(faults)
     if not hasattr(meta, "get_output_embeddings") or meta.get_output_embeddings() is None:
         rule, fix = f"{type(meta).__name__} has no output head over tokens", "give a causal language model"
         raise UsageError(Fault(where="model", value=model, rule=rule, fix=fix))
@@ -97,6 +100,21 @@ def config_faults(source: ModelSource) -> list[Fault]:
         rule = "needs code of its own (auto_map), which is not run"
         faults.append(Fault(where=where, rule=rule, fix="use a model whose class Transformers has"))
     return faults
+
+
+def class_faults(config: Mapping[str, Any], meta: Any) -> list[Fault]:
+    """Return why the class of a model cannot be quantized."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.pytorch_utils import Conv1D
+
+    named = config.get("architectures") or [type(meta).__name__]
+    return model_class_faults(
+        named[0],
+        work="quantize",
+        is_causal=named[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        is_encoder_decoder=bool(getattr(meta.config, "is_encoder_decoder", False)),
+        transposed_layers=[name for name, module in meta.named_modules() if isinstance(module, Conv1D)],
+    )
 
 
 def weight_faults(directory: Path) -> list[Fault]:

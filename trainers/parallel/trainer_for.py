@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.memory.pipeline_stages import pipeline_stages
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.stages import PipelineStage
 from ...ds_configs.specs.strategy import Strategy
 
@@ -42,8 +43,12 @@ class PlannedParallelism:
         """Whether the layers are divided among stages."""
         return self.pipeline_stages != 1
 
-    def make_trainer(self, *, model: Any, args: Any, revision: str | None = None, **settings: Any) -> Any:
+    def make_trainer(
+        self, *, model: Any, args: Any, revision: str | None = None, trainer_class: Any = None, **settings: Any
+    ) -> Any:
         """Return the trainer of the layout; `settings` are further arguments of the Trainer of Transformers.
+
+        `trainer_class` takes the place of that Trainer, and not of `PipelineTrainer`.
 
         A pipeline may get the directory or Hub id of a checkpoint as its model, with its `revision`; every rank then
         reads its own stage alone.
@@ -56,6 +61,10 @@ class PlannedParallelism:
         if self.context_parallel_size > 1:
             settings["data_collator"] = self._prepare_context(model, args, settings.get("data_collator"))
         if self.is_pipeline:
+            if trainer_class is not None:
+                rule = "does not run stages of a pipeline, which compute the loss of labels alone"
+                fix = "use another layout than pp"
+                raise UsageError(Fault(where="trainer_class", value=trainer_class.__name__, rule=rule, fix=fix))
             from .pipeline.trainer import PipelineTrainer
 
             trainer: Any = PipelineTrainer(
@@ -69,7 +78,7 @@ class PlannedParallelism:
         else:
             from transformers import Trainer
 
-            trainer = Trainer(model=model, args=args, **settings)
+            trainer = (trainer_class or Trainer)(model=model, args=args, **settings)
         if self.context_parallel_size > 1:
             from .context.callback import check_context_parallel_trainer
 

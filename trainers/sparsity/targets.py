@@ -51,10 +51,18 @@ def target_layers(
         if id(module.weight) in embedded
     ]
     if not kept and not faults:
-        faults.append(Fault(where="targets", value=", ".join(targets), rule="leaves no linear layer of the model"))
+        rule = "leaves no linear layer of the model" + _transposed_layers(model)
+        faults.append(Fault(where="targets", value=", ".join(targets), rule=rule))
     if faults:
         raise UsageError(faults)
     return kept
+
+
+def _transposed_layers(model: Any) -> str:
+    from transformers.pytorch_utils import Conv1D
+
+    count = sum(isinstance(module, Conv1D) for module in model.modules())
+    return f", which keeps {count} matrices in Conv1D" if count else ""
 
 
 def fused_experts_remark(model: Any) -> str | None:

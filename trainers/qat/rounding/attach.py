@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ....ds_configs.legality.model_classes import model_class_faults
 from ....ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
 from ....ds_configs.quantization.mixtures import expert_scheme
 from ....ds_configs.quantization.scheme import QuantizationScheme
@@ -130,8 +131,10 @@ def _model_faults(
     model: Any,
 ) -> list[Fault]:
     layers = [layer for layers in found.values() for layer in layers]
+    if transposed := _class_faults(scheme, model):
+        return transposed
     if not layers:
-        rule = "has no linear layers (GPT-2's Conv1D and layers that are quantized already cannot be trained)"
+        rule = "has no linear layers (layers that are quantized already cannot be trained)"
         return [Fault(where="model", value=type(model).__name__, rule=rule)]
     faults = scheme_faults(scheme, layers, chosen) + expert_faults(expert_scheme(scheme), chosen)
     faults += kv_cache_faults(model, config)
@@ -145,6 +148,19 @@ def _model_faults(
     adapters = (name for name in found if is_lora_linear(modules[name]) and checkpoint_name(name) in picked)
     faults += next(filter(None, (lora_faults(checkpoint_name(name), modules[name]) for name in adapters)), [])
     return faults + experts_faults(model, scheme)
+
+
+def _class_faults(scheme: QuantizationScheme, model: Any) -> list[Fault]:
+    from transformers.pytorch_utils import Conv1D
+
+    return model_class_faults(
+        type(model).__name__,
+        work="qat",
+        is_causal=True,
+        is_encoder_decoder=False,
+        transposed_layers=[name for name, module in model.named_modules() if isinstance(module, Conv1D)],
+        targets=scheme.targets,
+    )
 
 
 def _adapted_model_faults(config: QATConfig, model: Any) -> list[Fault]:

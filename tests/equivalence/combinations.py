@@ -1,0 +1,285 @@
+"""Settings of a training run that layouts meet: how each is switched on, on a dense model or on a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from equivalence.cases import (
+    ADAM_EPSILON,
+    FURTHER,
+    LAYOUTS,
+    MICRO_STEP_SAMPLES,
+    OFFLOADED,
+    VOCAB_SIZE,
+    Case,
+    padded,
+    samples,
+)
+from shardwright.ds_configs.specs.strategy import Strategy
+
+STEPS = 3
+LEARNING_RATES: Mapping[str, float] = {"sgd": 0.2, "adagrad": 1e-2, "adafactor": 1e-2}
+ALL_LAYOUTS: dict[str, Strategy] = LAYOUTS | FURTHER | OFFLOADED | {"fsdp2-offload": Strategy(
+    engine="fsdp2", dp_shard=2, offload_optimizer="cpu", offload_param="cpu"
+)}
+
+
+@dataclass
+class Run:
+    """What a setting may change before the trainer is made."""
+
+    arguments: dict[str, Any]
+    """Keys of `TrainingArguments`."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """Keys of the model's configuration."""
+    callbacks: list[Callable[[], Any]] = field(default_factory=list)
+    """What makes callbacks."""
+    change_model: list[Callable[[Any], Any]] = field(default_factory=list)
+    """Applied to the loaded model, in order."""
+    distillation: dict[str, Any] | None = None
+    """Fields of `DistillationConfig`; `None` without a teacher."""
+    data: list[dict[str, Any]] | None = None
+    """Samples in place of the usual ones."""
+    streams: bool = False
+    """Whether the data set is iterable."""
+    family: str = ""
+    """Overrides the family of the layout."""
+
+
+def _quantized(scheme: str, **options: Any) -> Callable[[Run], None]:
+    def change(run: Run) -> None:
+        def make() -> Any:
+            from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+            from shardwright.trainers.qat.callback import QATCallback
+
+            found = scheme_named(scheme)
+            # Symmetric ranges put the extreme of every group on the edge of two codes, where the last bit decides.
+            found = changed(found, group_size=16, symmetric=False) if found.weights.group_size else found
+            return QATCallback(found, **options)
+
+        run.callbacks.append(make)
+
+    return change
+
+
+def _pruned(**options: Any) -> Callable[[Run], None]:
+    def change(run: Run) -> None:
+        def make() -> Any:
+            from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
+
+            return MagnitudePruningCallback(0.5, end_step=1, start_step=0, every=1, **options)
+
+        run.callbacks.append(make)
+
+    return change
+
+
+def _l1(run: Run) -> None:
+    def make() -> Any:
+        from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
+
+        return L1SparsityCallback(0.05)
+
+    run.callbacks.append(make)
+
+
+def _lora(run: Run) -> None:
+    def change(model: Any) -> Any:
+        from shardwright.plugins.peft.lora import add_lora
+        from transformers import set_seed
+
+        set_seed(4)
+        return add_lora(model, rank=4, targets=None, fp32_adapters=True)
+
+    run.change_model.append(change)
+
+
+def _frozen(run: Run) -> None:
+    def change(model: Any) -> Any:
+        model.get_input_embeddings().requires_grad_(False)
+        return model
+
+    run.change_model.append(change)
+
+
+def _distilled(**options: Any) -> Callable[[Run], None]:
+    def change(run: Run) -> None:
+        run.distillation = {"alpha": 0.5, "temperature": 2.0, **options}
+
+    return change
+
+
+def _features(run: Run) -> None:
+    from shardwright.trainers.distillation import HiddenStateTerm
+
+    run.distillation = {"alpha": 0.5, "hidden_states": HiddenStateTerm(weight=0.5)}
+
+
+def _own_teacher(run: Run) -> None:
+    from shardwright.trainers.distillation import SelfTeacher
+
+    run.distillation = {"alpha": 0.5, "self_teacher": SelfTeacher(kind="ema", decay=0.5)}
+
+
+def _arguments(**changes: Any) -> Callable[[Run], None]:
+    return lambda run: run.arguments.update(changes)
+
+
+def _optimizer(name: str) -> Callable[[Run], None]:
+    return _arguments(optim=name, learning_rate=LEARNING_RATES.get(name, 1e-3))
+
+
+def _balanced(run: Run) -> None:
+    run.family = "mixtral"
+    run.sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def _packed(run: Run) -> None:
+    rows = samples()
+    joined = []
+    for first in range(0, len(rows) - 1, 2):
+        ids = [row["input_ids"].tolist() for row in rows[first : first + 2]]
+        labels = [[-100, *one[1:]] for one in ids]
+        joined.append({
+            "input_ids": [*ids[0], *ids[1]],
+            "labels": [*labels[0], *labels[1]],
+            "position_ids": [*range(len(ids[0])), *range(len(ids[1]))],
+        })
+    run.data = joined
+
+
+def _streamed(run: Run) -> None:
+    run.streams = True
+
+
+def _split(run: Run) -> None:
+    run.arguments |= {
+        "accelerator_config": {"split_batches": True},
+        "per_device_train_batch_size": MICRO_STEP_SAMPLES,
+    }
+
+
+SETTINGS: dict[str, Callable[[Run], None]] = {
+    "qat": _quantized("W4A16"),
+    "qat_inputs": _quantized("W8A8"),
+    "qat_ranges": _quantized("W8A8_STATIC", ranges="moving_average", freeze_step=2),
+    "learned_scales": _quantized("W4A16", weight_rule="learned"),
+    "pruning": _pruned(),
+    "global_pruning": _pruned(scope="global"),
+    "l1": _l1,
+    "lora": _lora,
+    "frozen": _frozen,
+    "distillation": _distilled(),
+    "distilled_features": _features,
+    "moving_average_teacher": _own_teacher,
+    "balance_loss": _balanced,
+    "gradient_checkpointing": _arguments(gradient_checkpointing=True),
+    "label_smoothing": _arguments(label_smoothing_factor=0.1),
+    "packing": _packed,
+    "streams": _streamed,
+    "compile": _arguments(torch_compile=True, torch_compile_backend="eager"),
+    "bf16": _arguments(bf16=True),
+    "fp16": _arguments(fp16=True),
+    "split_batches": _split,
+    "adamw_torch": _optimizer("adamw_torch"),
+    "adamw_torch_fused": _optimizer("adamw_torch_fused"),
+    "sgd": _optimizer("sgd"),
+    "adagrad": _optimizer("adagrad"),
+    "rmsprop": _optimizer("rmsprop"),
+    "adafactor": _optimizer("adafactor"),
+    "stable_adamw": _optimizer("stable_adamw"),
+}
+"""What a run may have besides its layout; a dropout that ranks draw for themselves equals nothing and is not here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """A layout with settings."""
+
+    layout: str
+    settings: tuple[str, ...]
+    accumulation: int = 1
+
+    @property
+    def name(self) -> str:
+        return "-".join((self.layout, *self.settings, f"x{self.accumulation}"))
+
+    @property
+    def strategy(self) -> Strategy:
+        strategy = ALL_LAYOUTS[self.layout]
+        return replace(
+            strategy,
+            micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size,
+            gradient_accumulation_steps=self.accumulation,
+        )
+
+    @property
+    def family(self) -> str:
+        return "mixtral" if self.strategy.ep > 1 or "balance_loss" in self.settings else "llama"
+
+    def reference(self) -> Combination:
+        """Return the run in one process that this must equal; it is named by its family alone."""
+        return replace(self, layout=f"single-{self.family}")
+
+
+ALL_LAYOUTS |= {f"single-{family}": Strategy(engine="single") for family in ("llama", "mixtral")}
+
+
+def prepared_run(combination: Combination, directory: Path) -> Run:
+    """Return what the settings of a combination ask for."""
+    strategy = combination.strategy
+    case = Case(layout=combination.layout, strategy=strategy, optimizer="adamw_torch")
+    arguments = case.training_arguments(directory) | {"max_steps": STEPS, "adam_epsilon": ADAM_EPSILON}
+    if strategy.engine == "fsdp2":
+        family = "Mixtral" if combination.family == "mixtral" else "Llama"
+        config = {"version": 2, "transformer_layer_cls_to_wrap": [f"{family}DecoderLayer"]}
+        if strategy.offload_param == "cpu":
+            config["offload_params"] = True
+        arguments["fsdp_config"] = config
+    run = Run(arguments=arguments)
+    for name in combination.settings:
+        SETTINGS[name](run)
+    return run
+
+
+def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate as `padded` does; packed samples keep their positions."""
+    import torch
+
+    if "position_ids" not in rows[0]:
+        return padded(rows)
+    tensors = [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
+    batch = padded([{"input_ids": row["input_ids"], "labels": row["labels"]} for row in tensors])
+    positions = torch.zeros_like(batch["input_ids"])
+    for index, row in enumerate(tensors):
+        length = len(row["position_ids"])
+        positions[index, :length] = row["position_ids"]
+        positions[index, length:] = torch.arange(positions.shape[1] - length)
+    del batch["attention_mask"]
+    return batch | {"position_ids": positions}
+
+
+def make_model(family: str, sizes: Mapping[str, Any], *, seed: int = 0, layers: int = 2) -> Any:
+    """Return a model with random weights, the same in every process."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
+
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+        "use_cache": False,
+    }
+    set_seed(seed)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**common | sizes))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
+    return MixtralForCausalLM(MixtralConfig(**common | experts | sizes))

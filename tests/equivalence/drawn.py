@@ -1,0 +1,62 @@
+"""Runs combinations in as few forks as their ranks allow, and says of each what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from equivalence.cases import LOSS_TOLERANCE
+from equivalence.combinations import Combination
+from warm_ranks import RanksFailedError, run_ranks
+
+_WORKER = Path(__file__).with_name("drawn_worker.py")
+_SECONDS_OF_A_RUN = 60.0
+
+
+def records_of(combinations: Iterable[Combination], directory: Path) -> dict[str, dict[str, Any]]:
+    """Train combinations and return their records by name; one that ends its ranks ends no other."""
+    found: dict[str, dict[str, Any]] = {}
+    by_ranks: dict[int, list[Combination]] = {}
+    for combination in dict.fromkeys(combinations):
+        by_ranks.setdefault(combination.strategy.world_size, []).append(combination)
+    for ranks, waiting in by_ranks.items():
+        while waiting:
+            found |= _attempt(waiting, ranks, directory)
+            waiting = [one for one in waiting if one.name not in found]
+    return found
+
+
+def _attempt(combinations: Sequence[Combination], ranks: int, directory: Path) -> dict[str, dict[str, Any]]:
+    asked = json.dumps([asdict(one) for one in combinations])
+    failure = ""
+    try:
+        timeout = 30 + _SECONDS_OF_A_RUN * len(combinations)
+        run_ranks([_WORKER, directory, asked], ranks=ranks, timeout_seconds=min(timeout, 600))
+    except RanksFailedError as error:
+        failure = str(error)
+    found: dict[str, dict[str, Any]] = {}
+    for combination in combinations:
+        files = [directory / f"{combination.name}.{rank}.json" for rank in range(ranks)]
+        records = [json.loads(file.read_text()) for file in files if file.is_file()]
+        wrong = next((record for record in records if "error" in record), None)
+        if wrong is not None or len(records) < ranks:
+            found[combination.name] = wrong or {"error": failure or "no record"}
+            break
+        found[combination.name] = records[0]
+    return found
+
+
+def outcome(record: dict[str, Any], reference: dict[str, Any]) -> tuple[str, str]:
+    """Return `equal`, `refused`, `late`, `off` or `broken`, and what to say about it."""
+    if "refused" in record:
+        return ("late" if record["steps"] else "refused"), record["refused"]
+    if "error" in record:
+        return "broken", record["error"]
+    if "losses" not in reference:
+        return "broken", f"the reference: {reference}"
+    pairs = zip(record["losses"], reference["losses"], strict=True)
+    difference = max(abs(own - expected) for own, expected in pairs)
+    return ("equal" if difference <= LOSS_TOLERANCE else "off"), f"{difference:.1e}"

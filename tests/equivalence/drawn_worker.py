@@ -1,0 +1,105 @@
+"""Runs on every rank: trains combinations one after the other and writes what came of each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from equivalence.cases import IGNORED, LONGEST, samples
+from equivalence.combinations import Combination, collated, make_model, prepared_run
+from shardwright.ds_configs.specs.errors import ShardwrightError
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.transformers.training_arguments import training_arguments
+from shardwright.trainers.parallel.trainer_for import parallelism_of
+
+
+def train(combination: Combination, directory: Path) -> dict[str, Any]:
+    """Train, and return losses and steps; a refusal is told with the steps that were taken before it."""
+    trainer = None
+    try:
+        trainer = make_trainer(combination, directory)
+        trainer.train()
+    except ShardwrightError as error:
+        steps = 0 if trainer is None else trainer.state.global_step
+        return {"refused": str(error), "steps": steps}
+    except Exception:
+        return {"error": traceback.format_exc()}
+    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+
+
+def make_trainer(combination: Combination, directory: Path) -> Any:
+    """Return the trainer of a combination."""
+    from datasets import Dataset
+
+    run = prepared_run(combination, directory)
+    strategy = combination.strategy
+    engine = strategy.engine
+    if run.distillation is not None and strategy.sp > 1:
+        from distillation_cases import sequence_parallelism
+
+        # This trainer shares sequences by itself.
+        run.arguments["parallelism_config"] = sequence_parallelism(strategy.sp, strategy.data_parallel_size)
+        strategy = replace(strategy, sp=1)
+    overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
+    own = run.arguments.pop("accelerator_config", {})
+    if own:
+        overrides = {**overrides, "accelerator_config": {**overrides.get("accelerator_config", {}), **own}}
+    arguments = training_arguments(run.arguments, overrides)
+    model = make_model(run.family or combination.family, run.sizes)
+    for change in run.change_model:
+        model = change(model)
+    data: Any = run.data or samples()
+    if run.streams:
+        rows = [{name: list(map(int, value)) for name, value in row.items()} for row in data]
+        data = Dataset.from_list(rows).to_iterable_dataset()
+    settings = {
+        "model": model,
+        "args": arguments,
+        "train_dataset": data,
+        "data_collator": tensors_collated if run.streams else collated,
+        "callbacks": [make() for make in run.callbacks],
+    }
+    layout = parallelism_of(strategy)
+    if run.distillation is None:
+        return layout.make_trainer(**settings)
+    from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
+
+    config = DistillationConfig(**run.distillation)
+    teacher = None if config.self_teacher else make_model(run.family or combination.family, run.sizes, seed=9, layers=3)
+    return layout.make_trainer(
+        **settings, trainer_class=DistillationTrainer, teacher=teacher, distillation=config
+    )
+
+
+def tensors_collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate rows of lists to one length: batches that one rank reads for all have one shape."""
+    import torch
+
+    batch = collated([{name: torch.as_tensor(value) for name, value in row.items()} for row in rows])
+    missing = (0, LONGEST - batch["input_ids"].shape[1])
+    fill = {"labels": IGNORED}
+    return {name: torch.nn.functional.pad(one, missing, value=fill.get(name, 0)) for name, one in batch.items()}
+
+
+def write_records(combinations: list[Combination], output: Path) -> None:
+    """Train all and let rank 0 write one file for each, as it comes."""
+    import os
+
+    for combination in combinations:
+        record = train(combination, output / combination.name)
+        rank = int(os.environ.get("RANK", "0"))
+        (output / f"{combination.name}.{rank}.json").write_text(json.dumps(record))
+        if "error" in record:
+            raise SystemExit(1)
+        if combination.strategy.engine != "single":
+            forget_last_run()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+    asked = [Combination(**{**one, "settings": tuple(one["settings"])}) for one in json.loads(sys.argv[2])]
+    write_records(asked, Path(sys.argv[1]))
