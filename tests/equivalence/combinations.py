@@ -22,9 +22,12 @@ from shardwright.ds_configs.specs.strategy import Strategy
 
 STEPS = 3
 LEARNING_RATES: Mapping[str, float] = {"sgd": 0.2, "adagrad": 1e-2, "adafactor": 1e-2}
-ALL_LAYOUTS: dict[str, Strategy] = LAYOUTS | FURTHER | OFFLOADED | {"fsdp2-offload": Strategy(
-    engine="fsdp2", dp_shard=2, offload_optimizer="cpu", offload_param="cpu"
-)}
+ALL_LAYOUTS: dict[str, Strategy] = (
+    LAYOUTS
+    | FURTHER
+    | OFFLOADED
+    | {"fsdp2-offload": Strategy(engine="fsdp2", dp_shard=2, offload_optimizer="cpu", offload_param="cpu")}
+)
 
 
 @dataclass
@@ -52,7 +55,8 @@ class Run:
 def _quantized(scheme: str, **options: Any) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         def make() -> Any:
-            from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+            from shardwright.ds_configs.quantization.combinations import changed
+            from shardwright.ds_configs.quantization.scheme import scheme_named
             from shardwright.trainers.qat.callback import QATCallback
 
             found = scheme_named(scheme)
@@ -100,6 +104,7 @@ def _lora(run: Run) -> None:
 def _frozen(run: Run) -> None:
     def change(model: Any) -> Any:
         model.get_input_embeddings().requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
         return model
 
     run.change_model.append(change)
@@ -143,11 +148,13 @@ def _packed(run: Run) -> None:
     for first in range(0, len(rows) - 1, 2):
         ids = [row["input_ids"].tolist() for row in rows[first : first + 2]]
         labels = [[-100, *one[1:]] for one in ids]
-        joined.append({
-            "input_ids": [*ids[0], *ids[1]],
-            "labels": [*labels[0], *labels[1]],
-            "position_ids": [*range(len(ids[0])), *range(len(ids[1]))],
-        })
+        joined.append(
+            {
+                "input_ids": [*ids[0], *ids[1]],
+                "labels": [*labels[0], *labels[1]],
+                "position_ids": [*range(len(ids[0])), *range(len(ids[1]))],
+            }
+        )
     run.data = joined
 
 
@@ -190,7 +197,6 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
     "adagrad": _optimizer("adagrad"),
     "rmsprop": _optimizer("rmsprop"),
     "adafactor": _optimizer("adafactor"),
-    "stable_adamw": _optimizer("stable_adamw"),
 }
 """What a run may have besides its layout; a dropout that ranks draw for themselves equals nothing and is not here."""
 

@@ -70,9 +70,7 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
 
     config = DistillationConfig(**run.distillation)
     teacher = None if config.self_teacher else make_model(run.family or combination.family, run.sizes, seed=9, layers=3)
-    return layout.make_trainer(
-        **settings, trainer_class=DistillationTrainer, teacher=teacher, distillation=config
-    )
+    return layout.make_trainer(**settings, trainer_class=DistillationTrainer, teacher=teacher, distillation=config)
 
 
 def tensors_collated(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from distilling import VOCAB, collate, reference_loss, rows, tiny, training_arguments
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.ds_configs.quantization.combinations import changed
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation import (
     DistillationConfig,
@@ -109,13 +110,11 @@ def test_logits_of_another_shape_are_taken_from_the_model(kind: str, taught_by: 
     for implementation in ("auto", "plain"):
         config = DistillationConfig(alpha=ALPHA, temperature=TEMPERATURE, implementation=implementation)
         changes = {"max_steps": 2, "num_train_epochs": 2}
-        trainer = trained(
-            tmp_path, tiny(kind, seed=1), tiny(taught_by, seed=2), rows("llama", 4), config, **changes
-        )
+        trainer = trained(tmp_path, tiny(kind, seed=1), tiny(taught_by, seed=2), rows("llama", 4), config, **changes)
         losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses["auto"] == pytest.approx(losses["plain"], abs=1e-6)
     config = DistillationConfig(alpha=ALPHA, implementation="fused")
-    with pytest.raises(UsageError, match="where .* was expected"):
+    with pytest.raises(UsageError, match=r"where .* was expected"):
         trained(tmp_path, tiny(kind, seed=1), tiny(taught_by, seed=2), rows("llama", 4), config)
 
 
@@ -156,7 +155,7 @@ def test_a_head_that_rounds_is_no_product_with_its_weight(tmp_path: Path) -> Non
 
 def test_a_teacher_that_is_the_student_is_refused(tmp_path: Path) -> None:
     student = tiny("llama")
-    with pytest.raises(UsageError, match="shares .* tensors with the student"):
+    with pytest.raises(UsageError, match=r"shares .* tensors with the student"):
         trained(tmp_path, student, student, rows("llama", 4), DistillationConfig(alpha=0.5))
     assert all(parameter.requires_grad for parameter in student.parameters())
 

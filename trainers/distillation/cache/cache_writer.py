@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.write import write_files
-from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError
 from ...losses.head_forward import UnknownLogitsError, accepted_inputs, captured_head_input
 from .cache_format import Answers, RecordFormat, encode
 from .teacher_cache import (

@@ -69,7 +69,7 @@ HONOURED = frozenset(
     _evaluate _get_output_dir _save_checkpoint _determine_best_metric _save_rng_state _load_rng_state
     _load_callback_state save_model log init_hf_repo create_model_card push_to_hub _push_from_checkpoint
     _finish_current_push add_callback pop_callback remove_callback is_local_process_zero is_world_process_zero
-    """.split()
+    """.split()  # noqa: SIM905
 )
 """Methods that are called as the Trainer calls them; one that replaces another calls it, as in any Trainer."""
 
