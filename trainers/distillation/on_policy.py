@@ -128,3 +128,16 @@ def _rollout(
 
 def _until_end(tokens: list[int], end: int | None) -> list[int]:
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+def completed_by_student(trainer: Any, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
+    """Return the prompts of a micro-batch, by its number in the step, with what the student makes of them."""
+    tokenizer, arguments, step = trainer.processing_class, trainer.args, trainer.state.global_step
+    engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+    prompts = prompts_of(batch, own.prompt_tokens)
+    with own_randomness(arguments.seed, step, index, arguments.process_index):
+        completions = generate(
+            trainer.model, engine, tokenizer, prompts, own, synced=trainer.is_fsdp_enabled, device=arguments.device
+        )
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return completed_batch(prompts, completions, pad)

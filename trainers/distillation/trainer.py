@@ -15,7 +15,7 @@ from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_
 from ..losses.objective import TeacherTargets, TokenObjective
 from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch
 from .config import DistillationConfig, OnPolicy
-from .on_policy import completed_batch, generate, is_generated, own_randomness, prompts_of
+from .on_policy import completed_by_student, is_generated
 from .projector_files import load_projectors, save_projectors, split_projectors
 from .student_step import StudentStep
 from .teacher_run import Lesson, ask, ask_in_its_own_tokens, targets_of
@@ -266,19 +266,8 @@ class DistillationTrainer(Trainer):
         batches = list(islice(epoch_iterator, num_batches))
         for index, batch in enumerate(batches):
             if is_generated(own, self.args.seed, self.state.global_step, index):
-                batches[index] = self._completed(batch, own, index)
+                batches[index] = completed_by_student(self, batch, own, index)
         return batches, self._get_num_items_in_batch(batches, device)
-
-    def _completed(self, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
-        tokenizer = self.processing_class
-        engine = self.model_wrapped if self.is_deepspeed_enabled else None
-        prompts = prompts_of(batch, own.prompt_tokens)
-        with own_randomness(self.args.seed, self.state.global_step, index, self.args.process_index):
-            completions = generate(
-                self.model, engine, tokenizer, prompts, own, synced=self.is_fsdp_enabled, device=self.args.device
-            )
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        return completed_batch(prompts, completions, pad)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | int | None:
         if self.distillation.is_plain_training or not batch_samples:
