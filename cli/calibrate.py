@@ -6,11 +6,13 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from pydantic import Field
 
 from ..ds_configs.specs.errors import Fault, UsageError
+from .options import FormatOptions
+from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..ds_configs.memory.calibration import Calibration, MeasuredRun
@@ -20,13 +22,17 @@ if TYPE_CHECKING:
 _SHOWN_DIGITS = 12
 
 
-def calibrate_command(
-    run_dir: Path | None = None,
-    *,
-    list_runs: Annotated[bool, Parameter(name="--list", negative="")] = False,
-    forget: str | None = None,
-    format: Literal["human", "json"] = "human",
-) -> int:
+@grouped
+class CalibrateOptions(FormatOptions):
+    """What is done with stored runs."""
+
+    group = "Stored runs"
+
+    list_runs: bool = Field(False, alias="list", description="Show the stored runs")
+    forget: str | None = Field(None, description="Remove a run by the beginning of its identifier, or all")
+
+
+def calibrate_command(run_dir: Path | None = None, *, options: Annotated[CalibrateOptions, Options] = FILLED) -> int:
     """Store the measured memory and step time of a run; plans for the same accelerator and architecture use it.
 
     Example: shardwright calibrate plan/model ; shardwright calibrate --list
@@ -35,20 +41,15 @@ def calibrate_command(
     ----------
     run_dir
         Output directory of a run on GPUs that had --plan, which left a plan_measurement.json there.
-    list_runs
-        Show the stored runs.
-    forget
-        Remove a run by the beginning of its identifier, or all.
-    format
-        human or json; json prints one object on stdout.
     """
     from ..plugins.planning.calibration_store import CalibrationStore
 
+    list_runs, forget = options.list_runs, options.forget
     if (run_dir is not None) + list_runs + (forget is not None) != 1:
         rule = "give one of RUN_DIR, --list and --forget"
         raise UsageError(Fault(where="calibrate", rule=rule))
     store = CalibrationStore()
-    as_json = format == "json"
+    as_json = options.as_json
     if run_dir is not None:
         return _store(store, run_dir, as_json=as_json)
     if forget is not None:

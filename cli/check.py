@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+from pydantic import Field
 
 from ..ds_configs.check import Finding
 from ..ds_configs.check.files import run_check
-from ..ds_configs.specs.errors import Fault, UsageError
+from .options import FormatOptions
+from .settings import FILLED, Options, grouped
+
+
+@grouped
+class CheckOptions(FormatOptions):
+    """What files are checked against."""
+
+    group = "Run"
+
+    num_processes: int | None = Field(None, ge=1, description="Ranks of the job, to check the batch equation")
+    transformers: bool = Field(True, description='Whether the files are for the Trainer, which fills in "auto"')
 
 
 def check_command(
-    files: Annotated[list[Path], Parameter(negative="")],
-    /,
-    *,
-    num_processes: int | None = None,
-    transformers: bool = True,
-    format: Literal["human", "json"] = "human",
+    files: Annotated[list[Path], Parameter(negative="")], *, options: Annotated[CheckOptions, Options] = FILLED
 ) -> int:
     """Find every fault in DeepSpeed JSON and Accelerate YAML files, whoever wrote them.
 
@@ -29,18 +36,10 @@ def check_command(
     ----------
     files
         Files to check; an Accelerate YAML also brings the DeepSpeed JSON that it names.
-    num_processes
-        Ranks of the job, to check the batch equation.
-    transformers
-        Whether the files are for the Trainer, which fills in "auto".
-    format
-        human or json; json prints one object on stdout.
     """
-    if num_processes is not None and num_processes < 1:
-        raise UsageError(Fault(where="num_processes", value=num_processes, rule="must be at least 1"))
-    findings = run_check(files, world_size=num_processes, uses_transformers=transformers)
+    findings = run_check(files, world_size=options.num_processes, uses_transformers=options.transformers)
     errors = sum(finding.kind == "error" for finding in findings)
-    if format == "json":
+    if options.as_json:
         print(json.dumps({"schema_version": 1, "errors": errors, "findings": findings_as_dicts(findings)}, indent=2))
     else:
         from .show import console, show_findings

@@ -7,15 +7,18 @@ from difflib import get_close_matches
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
+from pydantic import Field
 
 from .. import ds_configs
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.units import gigabytes
+from .options import ConfigOption, FormatOptions
+from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..ds_configs.quantization.recipe import Recipe
@@ -24,18 +27,16 @@ app = App(name="configs", help="List the ready-made configurations, or copy one.
 
 
 @app.command(name="ls")
-def list_command(subject: str = "", /, *, format: Literal["human", "json"] = "human") -> int:
+def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options] = FILLED) -> int:
     """List the gallery; a word narrows it, such as llama or lora. `quantize` lists the recipes of that command.
 
     Parameters
     ----------
     subject
         Text that a name must hold, or quantize.
-    format
-        human or json; json prints one object on stdout.
     """
     if subject.lower() in ("quantize", "quantization"):
-        return _list_recipes(format)
+        return _list_recipes(as_json=options.as_json)
     plans = {name: load_entry(name) for name in entry_names() if subject.lower() in name.lower()}
     rows = [
         {
@@ -47,7 +48,7 @@ def list_command(subject: str = "", /, *, format: Literal["human", "json"] = "hu
         }
         for name, plan in plans.items()
     ]
-    if format == "json":
+    if options.as_json:
         print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
         return 0
     from rich.table import Table
@@ -64,8 +65,15 @@ def list_command(subject: str = "", /, *, format: Literal["human", "json"] = "hu
     return 0
 
 
+@grouped
+class CopyOptions(ConfigOption):
+    """How a configuration is copied."""
+
+    force: bool = Field(False, description="Replace the files of an earlier copy")
+
+
 @app.command(name="cp")
-def copy_command(name: str, output_dir: Path, *, force: Annotated[bool, Parameter(negative="")] = False) -> int:
+def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions, Options] = FILLED) -> int:
     """Copy one configuration of the gallery into a directory, with the paths of that directory in it; or a recipe.
 
     Parameters
@@ -74,26 +82,24 @@ def copy_command(name: str, output_dir: Path, *, force: Annotated[bool, Paramete
         A name that `configs ls` prints.
     output_dir
         Where the files go.
-    force
-        Replace the files of an earlier copy.
     """
     from ..ds_configs.quantization.recipe import read_recipe, recipe_names
 
     if name in recipe_names():
-        _copy_recipe(read_recipe(name), output_dir, force=force)
+        _copy_recipe(read_recipe(name), output_dir, force=options.force)
         return 0
     plan = load_entry(name)
-    for path in plan.write(output_dir, force=force):
+    for path in plan.write(output_dir, force=options.force):
         print(path)
     return 0
 
 
-def _list_recipes(format: Literal["human", "json"]) -> int:
+def _list_recipes(*, as_json: bool) -> int:
     from ..ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names, resolve_quantization
 
     recipes = [read_recipe(name) for name in recipe_names()]
     resolved = [resolve_quantization(quantize_settings({}, recipe=recipe)) for recipe in recipes]
-    if format == "json":
+    if as_json:
         rows = [
             {"name": recipe.name, "scheme": run.scheme.name, "method": run.method, "purpose": recipe.purpose}
             for recipe, run in zip(recipes, resolved, strict=True)

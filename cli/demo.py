@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from pydantic import Field
 
 from ..ds_configs.plan.launch import launch_arguments
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.write import write_files
 from ..ds_configs.specs.errors import ShardwrightError
 from ..ds_configs.specs.job import TrainingJob
+from .options import ConfigOption
+from .settings import FILLED, Options, grouped
 
 TIME_LIMIT_SECONDS = 900
 """Of the training alone; DeepSpeed's operators are compiled before it."""
@@ -32,9 +34,15 @@ SMALL_LLAMA: dict[str, Any] = {
 """A Llama with grouped-query attention that two CPU cores train in seconds."""
 
 
-def demo_command(
-    output_dir: Path = Path("demo-output"), *, steps: int = 30, force: Annotated[bool, Parameter(negative="")] = False
-) -> int:
+@grouped
+class DemoOptions(ConfigOption):
+    """How far the demo goes."""
+
+    steps: int = Field(30, ge=1, description="Optimizer steps of the training")
+    force: bool = Field(False, description="Replace the files of an earlier demo")
+
+
+def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[DemoOptions, Options] = FILLED) -> int:
     """Plan a model for real GPUs, then plan, launch and train a small Llama on two CPU ranks.
 
     The text is Python's own help topics. The launch uses the files of the plan as a user would.
@@ -43,11 +51,8 @@ def demo_command(
     ----------
     output_dir
         Where the small model, its plan and the trained checkpoint go.
-    steps
-        Optimizer steps of the training.
-    force
-        Replace the files of an earlier demo.
     """
+    force = options.force
     from ..plugins.planning.from_names import plan
     from .configs import load_entry
     from .show import show_plan
@@ -62,7 +67,7 @@ def demo_command(
     small.write(output_dir / "plan", force=force)
     show_plan(small, output_dir / "plan")
     print("\n3. The launch line above, for real\n", flush=True)
-    losses = train(small, output_dir, steps)
+    losses = train(small, output_dir, options.steps)
     if not losses[-1] < losses[0]:
         raise ShardwrightError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
     print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of ZeRO-2 on two ranks")

@@ -8,28 +8,25 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
-from .model_settings import resolve_model
-from .training_flags import ENVIRONMENT, TrainingFlags
+from ..trainers.distillation.command.run_files import DistillSettings
+from .options import TrainingOptions
+from .settings import FILLED, Options, grouped
 from .training_shown import note, progress_on_stderr, show_dry_run
 
 if TYPE_CHECKING:
     from ..trainers.distillation.command.run_report import Outcome
 
 
+grouped(DistillSettings)
+grouped(TrainingOptions)
+
+
 def distill_command(
     teacher: str,
     student: str,
     *,
-    hidden_states: float | None = None,
-    attention: float | None = None,
-    on_policy: float | None = None,
-    max_new_tokens: int | None = None,
-    prompt_tokens: int | None = None,
-    cross_tokenizer: Annotated[bool | None, Parameter(negative="")] = None,
-    teacher_cache: str | None = None,
-    flags: TrainingFlags,
+    settings: Annotated[DistillSettings, Options] = FILLED,
+    options: Annotated[TrainingOptions, Options],
 ) -> int:
     """Teach a student what a teacher knows: plan, train, evaluate before and after, save with a model card.
 
@@ -41,37 +38,20 @@ def distill_command(
         Hub id or directory; weights are read from safetensors.
     student
         Hub id or directory, or a config.json for random weights.
-    hidden_states
-        Weight of matched hidden states. Default 0, none.
-    attention
-        Weight of matched attention relations. Default 0, none.
-    on_policy
-        Share of micro-batches that the student completes itself. Default 0.
-    max_new_tokens
-        Longest completion of the student. Default 128.
-    prompt_tokens
-        Tokens of a sample that the student completes. Default: those before its first label, of plain text half.
-    cross_tokenizer
-        Compare models of different tokenizers.
-    teacher_cache
-        Directory that cache-teacher wrote; no teacher runs while the student trains.
     """
-    given = locals() | vars(flags)
-    from ..trainers.distillation.command.run_files import DistillSettings
     from ..trainers.distillation.command.run_inputs import prepare_distillation
     from ..trainers.runs.run import run_training
 
-    settings = resolve_model(DistillSettings, given, file=flags.config, environment=ENVIRONMENT)
-    output_dir, as_json = flags.output_dir, flags.format == "json"
+    output_dir, as_json = options.output_dir, options.as_json
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
-        prepared = prepare_distillation(settings, teacher, student, output_dir, notify=note, **flags.how)
-    if flags.dry_run:
+        prepared = prepare_distillation(settings, teacher, student, output_dir, notify=note, **options.how)
+    if options.dry_run:
         files = [output_dir / name for name in prepared.file_names]
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json)
         return 0
     with redirect_stdout(sys.stderr), progress_on_stderr() as on_step:
-        outcome = run_training(prepared, output_dir, resume=flags.resume, notify=note, on_step=on_step)
+        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_step=on_step)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:

@@ -8,19 +8,16 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
+
+from .options import FormatOptions
+from .settings import FILLED, Options
 
 
-def env_command(*, format: Literal["human", "json"] = "human") -> int:
-    """Print versions, hardware and build tools, without secrets.
-
-    Parameters
-    ----------
-    format
-        human or json; json prints one object on stdout.
-    """
+def env_command(*, options: Annotated[FormatOptions, Options] = FILLED) -> int:
+    """Print versions, hardware and build tools, without secrets."""
     facts = environment_facts()
-    if format == "json":
+    if options.as_json:
         print(json.dumps({"schema_version": 1} | facts, indent=2))
         return 0
     for name, value in facts.items():

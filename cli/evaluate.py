@@ -9,44 +9,59 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from pydantic import Field
 
 from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.settings import Names, Paths
+from .options import ReportOptions
+from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..plugins.lm_eval.tasks import TaskRequest
     from ..trainers.evaluation.evaluate import OnProgress
     from ..trainers.evaluation.result import Evaluation
 
-_Flag = Parameter(negative="")
+
+@grouped
+class EvaluateOptions(ReportOptions):
+    """What is measured, and on which text."""
+
+    group = "Evaluation"
+
+    baseline: str | None = Field(
+        None, description="What it is compared with on the same tokens; usually what it was made from"
+    )
+    dataset: str | None = Field(
+        None,
+        description="ID[:config][#N] of the Hub, a file or directory of rows, or python-help. Default: python-help",
+    )
+    text: Paths = Field((), description="Files of plain text, instead of a dataset")
+    split: str = Field("test", description="Split of a Hub dataset")
+    seq_len: int | None = Field(
+        None, description="Tokens that are read together. Default: 2048, or fewer where a model has fewer positions"
+    )
+    stride: int | None = Field(
+        None, description="Tokens from one window's start to the next. Default: seq-len, so that none is read twice"
+    )
+    num_samples: int = Field(64, description="Windows to read, from the start of the text")
+    batch_size: int = Field(4, description="Windows that are read together; no result depends on it")
+    tasks: Names | None = Field(None, description="Tasks of lm-evaluation-harness, such as hellaswag,arc_easy")
+    limit: int | None = Field(None, description="Documents of each task")
+    few_shot: int | None = Field(None, description="Solved examples before each question of a task")
+    include_path: Path | None = Field(
+        None, description="Directory with task files of your own; the Python functions that they name are run"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type to load weights as; auto: the stored one"
+    )
+    device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator where there is one")
+    speed: bool = Field(True, description="Measure tokens/s and memory")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+    baseline_revision: str | None = Field(None, description="The same of a Hub baseline")
+    dataset_revision: str | None = Field(None, description="The same of a Hub dataset")
 
 
-def evaluate_command(
-    model: str,
-    /,
-    *,
-    baseline: str | None = None,
-    dataset: str | None = None,
-    text: Annotated[list[Path] | None, _Flag] = None,
-    split: str = "test",
-    seq_len: int | None = None,
-    stride: int | None = None,
-    num_samples: int = 64,
-    batch_size: int = 4,
-    tasks: str | None = None,
-    limit: int | None = None,
-    few_shot: int | None = None,
-    include_path: Path | None = None,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    device: str | None = None,
-    speed: bool = True,
-    revision: str | None = None,
-    baseline_revision: str | None = None,
-    dataset_revision: str | None = None,
-    output_dir: Path | None = None,
-    force: Annotated[bool, _Flag] = False,
-    format: Literal["human", "json"] = "human",
-) -> int:
+def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options] = FILLED) -> int:
     """Measure a model on a text, and how far it is from a baseline: perplexity, KL, agreement, size and speed.
 
     Example: shardwright evaluate quantized --baseline meta-llama/Llama-3.1-8B --text book.txt
@@ -55,86 +70,45 @@ def evaluate_command(
     ----------
     model
         Hub id or local directory with safetensors weights, plain or quantized.
-    baseline
-        What it is compared with on the same tokens; usually what it was made from.
-    dataset
-        ID[:config][#N] of the Hub, a file or directory of rows, or python-help. Default: python-help.
-    text
-        A file of plain text; repeatable. Instead of --dataset.
-    split
-        Split of a Hub dataset.
-    seq_len
-        Tokens that are read together. Default: 2048, or fewer where a model has fewer positions.
-    stride
-        Tokens from one window's start to the next. Default: --seq-len, so that none is read twice.
-    num_samples
-        Windows to read, from the start of the text.
-    batch_size
-        Windows that are read together; no result depends on it.
-    tasks
-        Tasks of lm-evaluation-harness, such as hellaswag,arc_easy.
-    limit
-        Documents of each task.
-    few_shot
-        Solved examples before each question of a task.
-    include_path
-        Directory with task files of your own; the Python functions that they name are run.
-    dtype
-        Type to load weights as. Default: the stored one.
-    device
-        Such as cuda:0 or cpu. Default: an accelerator where there is one.
-    speed
-        Measure tokens/s and memory.
-    revision
-        Branch, tag or commit of a Hub model.
-    baseline_revision
-        The same of a Hub baseline.
-    dataset_revision
-        The same of a Hub dataset.
-    output_dir
-        Where REPORT.md, evaluation.json and evaluation.png go. Default: nothing is written.
-    force
-        Write into a directory that is not empty.
-    format
-        human or json; json prints one object on stdout.
     """
     from ..ds_configs.plan.write import output_faults, write_files
     from ..trainers.evaluation.evaluate import evaluate_model
     from ..trainers.evaluation.report import report_files
     from ..trainers.evaluation.text_windows import TextRequest
 
-    faults = _conflicts(text, dataset, tasks, limit, few_shot, include_path)
+    output_dir, force = options.output_dir, options.force
+    faults = _conflicts(options)
     # Before hours are spent on what the report says.
     faults += [] if output_dir is None else output_faults(output_dir, force=force)
     if faults:
         raise UsageError(faults)
     request = TextRequest(
-        files=tuple(text or ()),
-        dataset=dataset or TextRequest().dataset,
-        split=split,
-        dataset_revision=dataset_revision,
-        stride=stride,
-        num_samples=num_samples,
+        files=options.text,
+        dataset=options.dataset or TextRequest().dataset,
+        split=options.split,
+        dataset_revision=options.dataset_revision,
+        stride=options.stride,
+        num_samples=options.num_samples,
     )
     with redirect_stdout(sys.stderr), progress_on_stderr() as on_progress:
         evaluation = evaluate_model(
             model,
-            baseline=baseline,
+            baseline=options.baseline,
             text=request,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            dtype=dtype,
-            device=device,
-            tasks=_task_request(tasks, limit, few_shot, include_path),
-            revision=revision,
-            baseline_revision=baseline_revision,
-            measure_speeds=speed,
+            seq_len=options.seq_len,
+            batch_size=options.batch_size,
+            dtype=options.dtype,
+            device=options.device,
+            tasks=_task_request(options),
+            revision=options.revision,
+            baseline_revision=options.baseline_revision,
+            measure_speeds=options.speed,
             notify=_note,
             on_progress=on_progress,
         )
         if output_dir is not None:
             write_files(report_files(evaluation), output_dir, force=force)
-    if format == "json":
+    if options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
     else:
@@ -142,37 +116,29 @@ def evaluate_command(
     return 0
 
 
-def _conflicts(
-    text: list[Path] | None,
-    dataset: str | None,
-    tasks: str | None,
-    limit: int | None,
-    few_shot: int | None,
-    include_path: Path | None,
-) -> list[Fault]:
+def _conflicts(options: EvaluateOptions) -> list[Fault]:
     faults = []
-    if text and dataset is not None:
-        faults.append(Fault(where="--dataset", value=dataset, rule="cannot go with --text", fix="give one of them"))
-    if tasks is not None and not _names(tasks):
-        faults.append(Fault(where="--tasks", value=tasks, rule="names no task", fix="such as hellaswag,arc_easy"))
-    for name, value in (("--limit", limit), ("--few-shot", few_shot), ("--include-path", include_path)):
-        if tasks is None and value is not None:
-            faults.append(Fault(where=name, value=str(value), rule="is for --tasks, which is not given"))
+    if options.text and options.dataset is not None:
+        fix = "give one of them"
+        faults.append(Fault(where="--dataset", value=options.dataset, rule="cannot go with --text", fix=fix))
+    if options.tasks == ():
+        faults.append(Fault(where="--tasks", rule="names no task", fix="such as hellaswag,arc_easy"))
+    for name in ("limit", "few_shot", "include_path"):
+        value = getattr(options, name)
+        if options.tasks is None and value is not None:
+            flag, rule = f"--{name.replace('_', '-')}", "is for --tasks, which is not given"
+            faults.append(Fault(where=flag, value=str(value), rule=rule))
     return faults
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _task_request(
-    tasks: str | None, limit: int | None, few_shot: int | None, include_path: Path | None
-) -> TaskRequest | None:
+def _task_request(options: EvaluateOptions) -> TaskRequest | None:
     from ..plugins.lm_eval.tasks import TaskRequest
 
-    if tasks is None:
+    if options.tasks is None:
         return None
-    return TaskRequest(names=_names(tasks), limit=limit, few_shot=few_shot, include_path=include_path)
+    return TaskRequest(
+        names=options.tasks, limit=options.limit, few_shot=options.few_shot, include_path=options.include_path
+    )
 
 
 def _note(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 from ..ds_configs.legality.parallel_rules import AXIS_RULES
 from ..ds_configs.legality.rules import RULES
@@ -13,9 +13,13 @@ from ..ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.errors import Fault, UsageError
+from .options import FormatOptions
+from .settings import FILLED, Options, grouped
+
+grouped(FormatOptions)
 
 
-def explain_command(subject: str, *, format: Literal["human", "json"] = "human") -> int:
+def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] = FILLED) -> int:
     """Explain a plan that was written, or what a strategy, a memory term or a rule means.
 
     Examples: shardwright explain plan/ ; shardwright explain gathered_parameters
@@ -24,14 +28,12 @@ def explain_command(subject: str, *, format: Literal["human", "json"] = "human")
     ----------
     subject
         Directory or plan.json of a plan, a strategy, a memory term, or a rule.
-    format
-        human or json; json prints one object on stdout.
     """
     name = subject.strip().lower().replace(" ", "_").replace("-", "_")
     meanings = _meanings()
     exists = _exists(subject)
     if not exists and name in meanings:
-        if format == "json":
+        if options.as_json:
             print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))
         else:
             print(f"{name}: {meanings[name]}")
@@ -43,7 +45,7 @@ def explain_command(subject: str, *, format: Literal["human", "json"] = "human")
             Fault(where="subject", value=subject, rule="is no plan, strategy, memory term or rule", fix=fix)
         )
     plan = Plan.load(subject)
-    if format == "json":
+    if options.as_json:
         print(json.dumps(_plan_explained(plan), indent=2))
     else:
         _show(plan)

@@ -11,11 +11,12 @@ from io import TextIOWrapper
 from itertools import pairwise
 from types import FrameType
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from .. import __version__
 from ..ds_configs.specs.errors import FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
+from .settings import Sources, call
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
@@ -36,13 +37,14 @@ _COMMANDS = {
 }
 
 
-def build_app() -> App:
+def build_app(sources: Sources) -> App:
     """Return the command line application; the modules of its commands load when they are called."""
     app = App(
         name="shardwright",
         help="Plans DeepSpeed and Accelerate training, proves the plan, and runs it.",
         version=__version__,
-        result_action="return_value",
+        config=sources,
+        default_parameter=Parameter(negative_iterable="", env_var_split=lambda _, text: [text]),
     )
     for name, (target, summary) in _COMMANDS.items():
         app.command(f"{__package__}.{target}", name=name, help=summary)
@@ -52,7 +54,8 @@ def build_app() -> App:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 does not fit, 4 refused input."""
     try:
-        result = build_app()(list(arguments), exit_on_error=False, print_error=False)
+        sources = Sources(_COMMANDS)
+        result = call(build_app(sources), sources, arguments)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except CycloptsError as error:

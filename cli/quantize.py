@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
-from cyclopts import Parameter
+from pydantic import Field
 
-from ..ds_configs.quantization.methods import MethodName
-from ..ds_configs.quantization.scheme import RangeMethod
+from ..ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from ..ds_configs.specs.errors import Fault, UsageError
+from .options import WriteOptions
+from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..plugins.transformers.quantized_model import LayerProgress, ReportProgress
@@ -25,37 +24,35 @@ if TYPE_CHECKING:
     from ..trainers.quantization.inputs import Prepared
     from ..trainers.quantization.report import Outcome
 
-_Flag = Parameter(negative="")
 _SECONDS_BETWEEN_LINES = 15.0
+
+
+grouped(QuantizeSettings)
+
+
+@grouped
+class QuantizeOptions(WriteOptions):
+    """Where a checkpoint comes from and goes."""
+
+    config: str | None = Field(
+        None, description="Name of a recipe (configs ls quantize) or a YAML file with any of these settings"
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+    device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator where there is one")
+    evaluate: bool = Field(True, description="Compare the checkpoint with its model at the end")
+    resume: bool = Field(False, description="Go on from the finished layers of an interrupted run")
+
+    @classmethod
+    def read_config(cls, name: str) -> dict[str, Any]:
+        """Return the settings in a recipe of the gallery, or in a file."""
+        return dict(read_recipe(name).values)
 
 
 def quantize_command(
     model: str,
-    /,
     *,
-    output_dir: Path | None = None,
-    scheme: str | None = None,
-    method: MethodName | None = None,
-    dataset: str | None = None,
-    num_samples: int | None = None,
-    seq_len: int | None = None,
-    batch_size: int | None = None,
-    group_size: int | None = None,
-    symmetric: bool | None = None,
-    ranges: RangeMethod | None = None,
-    percentile: float | None = None,
-    targets: str | None = None,
-    ignore: str | None = None,
-    method_option: Annotated[list[str] | None, _Flag] = None,
-    seed: int | None = None,
-    config: str | None = None,
-    revision: str | None = None,
-    device: str | None = None,
-    evaluate: bool = True,
-    resume: Annotated[bool, _Flag] = False,
-    force: Annotated[bool, _Flag] = False,
-    dry_run: Annotated[bool, _Flag] = False,
-    format: Literal["human", "json"] = "human",
+    settings: Annotated[QuantizeSettings, Options] = FILLED,
+    options: Annotated[QuantizeOptions, Options] = FILLED,
 ) -> int:
     """Quantize a model, reload the checkpoint in a fresh process to prove it, and measure what it cost.
 
@@ -65,74 +62,26 @@ def quantize_command(
     ----------
     model
         Hub id or directory; weights are read from safetensors.
-    output_dir
-        Where the checkpoint goes, with README.md, REPORT.md, quantization.json and a picture.
-    scheme
-        Named scheme, such as W4A16, W8A8, W8A8_STATIC, FP8_DYNAMIC, NVFP4 or NF4. Default W4A16.
-    method
-        How codes are found. Default: by the scheme, and told with its reason.
-    dataset
-        Calibration text: ID[:config][#N] of the Hub, a .jsonl, .json, .parquet or .txt file, or python-help.
-    num_samples
-        Calibration samples. Default 512.
-    seq_len
-        Tokens of a sample, at most. Default 2048.
-    batch_size
-        Samples of one forward pass. Default 1.
-    group_size
-        Input channels that share a scale; -1 for a whole output channel. Default: by the scheme.
-    symmetric
-        Without zero points. Default: by the scheme.
-    ranges
-        How static ranges of activations are found. Default minmax.
-    percentile
-        Share of values inside the range, in percent, with --ranges percentile. Default 99.9.
-    targets
-        Layers to quantize, separated by commas: Linear, names, or re: patterns. Default Linear.
-    ignore
-        Layers that stay dense, likewise. Default: output head and routers.
-    method_option
-        NAME=VALUE for the method, such as dampening_frac=0.05; repeatable.
-    seed
-        Of the choice of calibration rows. Default 0.
-    config
-        Name of a recipe (configs ls quantize) or a YAML file with any of these settings; flags win.
-    revision
-        Branch, tag or commit of a Hub model.
-    device
-        Such as cuda:0 or cpu. Default: an accelerator where there is one.
-    evaluate
-        Compare the checkpoint with its model at the end.
-    resume
-        Go on from the finished layers of an interrupted run.
-    force
-        Replace the model in a directory that is not empty.
-    dry_run
-        Check everything and print sizes and memory; read no weights, write nothing.
-    format
-        human or json; json prints one object on stdout.
     """
-    given = locals() | {"method_options": _options(method_option or ())}
-    from ..ds_configs.quantization.recipe import quantize_settings, read_recipe
     from ..trainers.quantization.inputs import prepare
 
-    if output_dir is None and not dry_run:
+    output_dir = options.output_dir
+    if output_dir is None and not options.dry_run:
         rule, fix = "is missing", "say where the checkpoint goes, or use --dry-run"
         raise UsageError(Fault(where="--output-dir", rule=rule, fix=fix))
-    recipe = None if config is None else read_recipe(config)
-    settings = quantize_settings(given, recipe=recipe, environment=os.environ)
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
-        how: dict[str, Any] = {"revision": revision, "device": device, "force": force, "resume": resume}
-        prepared = prepare(model, settings, output_dir, notify=_note, **how)
-    if dry_run or output_dir is None:
-        _show_prepared(prepared, as_json=format == "json")
+        how: dict[str, Any] = {"force": options.force, "resume": options.resume, "device": options.device}
+        prepared = prepare(model, settings, output_dir, revision=options.revision, notify=_note, **how)
+    if options.dry_run or output_dir is None:
+        _show_prepared(prepared, as_json=options.as_json)
         return 0
-    if format == "human":
+    if not options.as_json:
         with redirect_stdout(sys.stderr):
             _show_prepared(prepared, as_json=False)
-    outcome = _run(prepared, output_dir, device=device, evaluate=evaluate, resume=resume)
-    if format == "json":
+    how = {"device": options.device, "evaluate": options.evaluate, "resume": options.resume}
+    outcome = _run(prepared, output_dir, **how)
+    if options.as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
     else:
         show_outcome(outcome, output_dir)
@@ -167,20 +116,6 @@ def _lazily(open_progress: Any) -> Iterator[OnProgress]:
             opened[0](stage, done, total)
 
         yield on_progress
-
-
-def _options(words: Sequence[str]) -> dict[str, Any] | None:
-    """Return `NAME=VALUE` words as a mapping, values read as YAML reads them."""
-    found, faults = {}, []
-    for word in words:
-        name, mark, value = word.partition("=")
-        if not mark or not name:
-            faults.append(Fault(where="--method-option", value=word, rule="must be NAME=VALUE"))
-            continue
-        found[name.strip().replace("-", "_")] = yaml.safe_load(value) if value else value
-    if faults:
-        raise UsageError(faults)
-    return found or None
 
 
 def _note(text: str) -> None:

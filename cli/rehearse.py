@@ -7,9 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from pydantic import Field
+
+from ..ds_configs.specs.settings import Paths
+from .options import ReportOptions
+from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..trainers.rehearsal.launch import Notify
@@ -17,19 +21,28 @@ if TYPE_CHECKING:
     from ..trainers.rehearsal.report import Rehearsal
 
 
-def rehearse_command(
-    plan_dir: Path,
-    /,
-    *,
-    ranks: int | None = None,
-    steps: int = 8,
-    nodes_as_ranks: Annotated[bool, Parameter(negative="")] = False,
-    text: Annotated[list[Path] | None, Parameter(negative="")] = None,
-    time_limit: float = 600.0,
-    output_dir: Path | None = None,
-    force: Annotated[bool, Parameter(negative="")] = False,
-    format: Literal["human", "json"] = "human",
-) -> int:
+@grouped
+class RehearseOptions(ReportOptions):
+    """How a plan is rehearsed."""
+
+    group = "Rehearsal"
+
+    ranks: int | None = Field(
+        None, description="CPU ranks to start. Default 2, or the smallest number that the layout allows"
+    )
+    steps: int = Field(8, description="Optimizer steps, at least 4")
+    nodes_as_ranks: bool = Field(
+        False,
+        description="Start one launcher for each node of the plan on this machine, by default with one rank each",
+    )
+    text: Paths = Field((), description="Files to train on, byte by byte. Default: synthetic tokens")
+    time_limit: float = Field(600.0, description="Seconds that one of the two launches may take")
+    output_dir: Path | None = Field(
+        None, description="Where rehearsal.json and rehearsal.png go. Default: rehearsal in the plan's directory"
+    )
+
+
+def rehearse_command(plan_dir: Path, *, options: Annotated[RehearseOptions, Options] = FILLED) -> int:
     """Launch a plan's own files on CPU ranks with a shrunken model, and check that every part works.
 
     Exit code 2 for a fault in the files, 1 when a rank or a check fails. Example: shardwright rehearse plan
@@ -38,22 +51,6 @@ def rehearse_command(
     ----------
     plan_dir
         Directory that `plan` wrote; its files are taken as they are now.
-    ranks
-        CPU ranks to start. Default 2, or the smallest number that the layout allows.
-    steps
-        Optimizer steps, at least 4.
-    nodes_as_ranks
-        Start one launcher for each node of the plan on this machine, by default with one rank each.
-    text
-        A file to train on, byte by byte; repeatable. Default: synthetic tokens.
-    time_limit
-        Seconds that one of the two launches may take.
-    output_dir
-        Where rehearsal.json and rehearsal.png go. Default: rehearsal in the plan's directory.
-    force
-        Write into an output directory that holds other files.
-    format
-        human or json; json prints one object on stdout.
     """
     from ..trainers.rehearsal.rehearse import rehearse
 
@@ -61,16 +58,16 @@ def rehearse_command(
     with progress_on_stderr() as notify, redirect_stdout(sys.stderr):
         found = rehearse(
             plan_dir,
-            ranks=ranks,
-            steps=steps,
-            nodes_as_ranks=nodes_as_ranks,
-            text=text or (),
-            time_limit_seconds=time_limit,
-            output_dir=output_dir,
-            force=force,
+            ranks=options.ranks,
+            steps=options.steps,
+            nodes_as_ranks=options.nodes_as_ranks,
+            text=options.text,
+            time_limit_seconds=options.time_limit,
+            output_dir=options.output_dir,
+            force=options.force,
             notify=notify,
         )
-    if format == "json":
+    if options.as_json:
         print(json.dumps(found.to_dict()))
     else:
         show_rehearsal(found)

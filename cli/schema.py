@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from .options import ConfigOption
+from .settings import FILLED, Options
 
 
-def schema_command(subject: Literal["settings", "hardware", "plan"] = "settings") -> int:
+def schema_command(
+    subject: Literal["settings", "hardware", "plan"] = "settings",
+    *,
+    options: Annotated[ConfigOption, Options] = FILLED,
+) -> int:
     """Print the JSON schema of a file that Shardwright reads or writes.
 
     Parameters
@@ -20,7 +27,7 @@ def schema_command(subject: Literal["settings", "hardware", "plan"] = "settings"
 
 
 def _settings_schema() -> dict[str, Any]:
-    from .settings import PlanSettings
+    from .plan import PlanSettings
 
     return PlanSettings.model_json_schema()
 

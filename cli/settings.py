@@ -1,169 +1,252 @@
-"""Settings of `plan` from defaults, a YAML file, the environment and flags, in that order of precedence."""
+"""Settings of every command from defaults, a YAML file, the environment and flags, in that order of rank.
+
+Cyclopts reads the flags and fills what they leave open from `Sources`; pydantic turns the texts into values.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Literal, get_args
+from functools import cache
+from typing import Any, TypeVar, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from cyclopts import App, CycloptsError, Group, Parameter, Token
+from cyclopts.argument import Argument, ArgumentCollection
+from cyclopts.config import Env
+from cyclopts.exceptions import MissingArgumentError
 
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.job import (
-    AXIS_FIELDS,
-    LossImplementation,
-    Method,
-    OffloadName,
-    Precision,
-    StrategyName,
-    Switch,
-    TrainingJob,
-)
-from ..ds_configs.specs.model import ModelSpec
-from ..ds_configs.specs.teacher_placement import TeacherPlacementChoice
+from ..ds_configs.specs.errors import Fault, FaultsError, UsageError
 
-ENVIRONMENT_PREFIX = "SHARDWRIGHT_"
-_NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR"})
+PREFIX = "SHARDWRIGHT_"
+NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR", "SHARDWRIGHT_LAUNCH_TOKEN"})
+"""Variables that no command's prefix begins."""
+
+Kind = TypeVar("Kind", bound=type)
+Options = Parameter(name="*")
+"""Marks a parameter whose fields are options of the command."""
+FILLED: Any = None
+"""The default that Cyclopts asks of such a parameter; `Sources` always fills it."""
 
 
-class PlanSettings(BaseModel):
-    """Every setting of `shardwright plan`, as its YAML file may state them."""
+class Sources(Env):
+    """Environment and file of the command that is called, which state what its flags leave open.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    Subclass of Cyclopts' `Env`, whose names the help shows. Seen with cyclopts 5.4.0: `Env` passes over names that it
+    does not know and keeps the hyphen of `cache-teacher`, and `Yaml` drops a key that is a command's name too.
+    """
 
-    hardware: str | None = Field(None, description="8xA100-80GB, 4x8xH100-80GB, a YAML file, or local")
-    host_memory: str | None = Field(None, description="memory of one node, such as 1TB")
-    nvme: str | None = Field(None, description="NVMe of one node as PATH:SIZE")
-    seq_len: int = Field(4096, description="tokens of one training sequence")
-    micro_batch_size: int | Literal["auto"] = Field("auto", description="sequences of one forward pass on one rank")
-    global_batch_size: int | None = Field(None, description="sequences of one optimizer step over all ranks")
-    num_processes: int | None = Field(None, description="accelerators, when the hardware names only their kind")
-    precision: Precision = Field("bf16", description="compute precision")
-    optimizer: str = Field("adamw_torch_fused", description="a name of the Trainer's optim")
-    method: Method = Field("full", description="full training, LoRA or QLoRA")
-    lora_rank: int = Field(16, description="rank of the LoRA matrices")
-    lora_targets: str = Field("all-linear", description="module names separated by commas, or all-linear")
-    gradient_checkpointing: Switch = Field("auto", description="recompute each layer in the backward pass")
-    strategy: StrategyName = Field("auto", description="engine and stage to use")
-    offload: OffloadName = Field("auto", description="where optimizer states and parameters may live")
-    loss: LossImplementation = Field("eager", description="chunked never materialises all logits")
-    tensor_parallel_size: int | Literal["auto"] = Field("auto", description="ranks that share each layer")
-    pipeline_parallel_size: int | Literal["auto"] = Field("auto", description="pipeline stages")
-    sequence_parallel_size: int | Literal["auto"] = Field(
-        "auto", description="ranks that share each sequence (Ulysses)"
-    )
-    context_parallel_size: int | Literal["auto"] = Field("auto", description="ranks that share each sequence (FSDP2)")
-    expert_parallel_size: int | Literal["auto"] = Field("auto", description="ranks that share the experts")
-    zero_quantized_weights: bool = Field(False, description="ZeRO++ qwZ: ZeRO-3 gathers weights in int8")
-    zero_quantized_gradients: bool = Field(False, description="ZeRO++ qgZ: ZeRO-3 reduces gradients in int4")
-    revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
-    teacher: str | None = Field(None, description="a frozen second model for distillation")
-    teacher_placement: TeacherPlacementChoice = Field("auto", description="where the teacher lives")
+    def __init__(self, commands: Iterable[str]) -> None:
+        super().__init__(PREFIX, source="environment")
+        self.faults: list[Fault] = []
+        self.arguments = ArgumentCollection()  # type: ignore[no-untyped-call]
+        self._commands = [_variable(name) for name in commands]
+
+    def _prefix(self, commands: tuple[str, ...]) -> str:
+        return str(super()._prefix(commands)).replace("-", "_")
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Append the tokens of both sources to the arguments that have none yet."""
+        self.arguments = arguments
+        options = _options(arguments)
+        for name, variable, text in self._environment(commands, options):
+            self._append(options[name], text, variable)
+        for name, value in self._file(options).items():
+            if name not in options:
+                self.faults.append(_unknown(name, options, f"{name} (from file)"))
+            elif name == "config":
+                rule = "names a file from inside of one"
+                self.faults.append(Fault(where="config (from file)", value=value, rule=rule, fix="use --config"))
+            else:
+                self._append(options[name], value, "file")
+        for root in arguments:
+            # Cyclopts builds a group of options only where one of them is stated.
+            if not root.keys and root.children and not root.has_tokens:
+                root.append(Token(implicit_value={}, source="default"))
+
+    def _environment(
+        self, commands: tuple[str, ...], options: Mapping[str, Argument]
+    ) -> Iterable[tuple[str, str, str]]:
+        own = self._prefix(commands)
+        for variable, text in sorted(os.environ.items()):
+            name = variable.removeprefix(own).lower()
+            if variable.startswith(own):
+                if name in options:
+                    yield name, variable, text
+                else:
+                    self.faults.append(_unknown(name, options, variable))
+            elif variable.startswith(PREFIX) and variable not in NOT_SETTINGS:
+                self._refuse_unowned(variable, own, options)
+
+    def _refuse_unowned(self, variable: str, own: str, options: Iterable[str]) -> None:
+        """Refuse what is meant for this command and would be passed over; other commands' variables are theirs."""
+        if any(variable.startswith(f"{PREFIX}{command}_") for command in self._commands):
+            return
+        meant = {f"{start}{name.upper()}": name for name in options for start in (PREFIX, own)}
+        near = get_close_matches(variable, meant, n=1, cutoff=0.9)
+        if near:
+            rule, fix = "names no command, so it states nothing", f"use {own}{meant[near[0]].upper()}"
+            self.faults.append(Fault(where=variable, value=os.environ[variable], rule=rule, fix=fix))
+
+    def _file(self, options: Mapping[str, Argument]) -> dict[str, Any]:
+        named = options["config"]
+        if not named.tokens:
+            return {}
+        owner = next(root for root in self.arguments if named in root.children)
+        try:
+            found: dict[str, Any] = owner.resolved_hint.read_config(named.tokens[0].value)
+            return found
+        except FaultsError as error:
+            self.faults += error.faults
+            return {}
+
+    def _append(self, argument: Argument, value: Any, source: str) -> None:
+        """Add the tokens that a flag would have for this value."""
+        if argument.tokens:
+            return
+        many = isinstance(value, list) and argument.token_count()[1]
+        for index, item in enumerate(value if many else [value]):
+            if item is None:
+                argument.append(Token(implicit_value=None, source=source, index=index))
+            else:
+                text = item if isinstance(item, str) else json.dumps(item, default=str)
+                argument.append(Token(keyword=argument.name, value=text, source=source, index=index))
+        if many and not value:
+            argument.append(Token(implicit_value=(), source=source))
 
 
-_NUMBERS = frozenset(
-    name for name, field in PlanSettings.model_fields.items() if int in (field.annotation, *get_args(field.annotation))
-)
-_SWITCHES = frozenset(name for name, field in PlanSettings.model_fields.items() if field.annotation is bool)
-_INTEGER = re.compile(r"-?[0-9]{1,30}")
+def _variable(command: str) -> str:
+    return command.upper().replace("-", "_")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedSettings:
-    """Settings with where each value came from."""
+def _options(arguments: ArgumentCollection) -> dict[str, Argument]:
+    """Return what can be stated by name, under each of its names."""
+    return {
+        name.removeprefix("--").replace("-", "_"): argument
+        for argument in arguments
+        if argument.parse and not argument.children
+        for name in argument.parameter.name or ()
+        if name.startswith("--")
+    }
 
-    values: PlanSettings
-    """The merged settings."""
-    origins: Mapping[str, str]
-    """`default`, `file`, `environment` or `flag`, by setting."""
+
+def _unknown(name: str, options: Iterable[str], where: str) -> Fault:
+    from ..ds_configs.specs.settings import unknown_fault
+
+    return unknown_fault(name, options, where=where)
 
 
-def resolve_settings(
-    flags: Mapping[str, Any], *, file: Path | None, environment: Mapping[str, str] | None = None
-) -> ResolvedSettings:
-    """Merge the sources of settings; a flag of `None` was not given.
+def call(app: App, sources: Sources, tokens: Sequence[str]) -> Any:
+    """Run the command that the tokens name and return its result.
 
     Raises:
-        UsageError: unknown keys or values of a wrong kind, all together.
+        UsageError: everything wrong with its settings, from whatever source.
+        CycloptsError: a command or flag cannot be told from the tokens.
     """
-    merged: dict[str, Any] = {}
-    origins = dict.fromkeys(PlanSettings.model_fields, "default")
-    sources: list[tuple[str, Mapping[str, Any]]] = []
-    if file is not None:
-        from ..plugins.planning.from_names import read_yaml_mapping
-
-        sources.append(("file", read_yaml_mapping(file, what="config")))
-    sources.append(("environment", _from_environment(os.environ if environment is None else environment)))
-    sources.append(("flag", {name: value for name, value in flags.items() if value is not None}))
-    for origin, values in sources:
-        for key, value in values.items():
-            name = key.replace("-", "_")
-            if origin == "file" and origins.get(name) == "file":
-                rule, fix = "is stated twice, with a hyphen and an underscore", "keep one"
-                raise UsageError(Fault(where=f"{name} (from file)", rule=rule, fix=fix))
-            merged[name] = value
-            origins[name] = origin
     try:
-        return ResolvedSettings(values=PlanSettings.model_validate(merged), origins=origins)
-    except ValidationError as error:
-        # A field that takes a number or a word fails once for each kind.
-        faults = {detail["loc"][0]: _fault(detail, origins) for detail in reversed(error.errors())}
-        raise UsageError(list(reversed(faults.values()))) from None
+        command, bound, unused, _ = app.parse_known_args(list(tokens))
+    except CycloptsError as error:
+        error.verbose = False
+        if not sources.arguments:
+            spelled = _plain_switch(error, tokens)
+            if spelled is None:
+                raise
+            return call(app, sources, spelled)
+        faults = sources.faults + _conversion_faults(sources.arguments)
+        raise UsageError(faults + _unused_faults(error.unused_tokens, sources)) from error
+    faults = sources.faults + _unused_faults(unused, sources)
+    if faults:
+        raise UsageError(faults)
+    origins = {name: _origin(argument) for name, argument in _options(sources.arguments).items() if argument.tokens}
+    for value in bound.arguments.values():
+        if hasattr(value, "stated_by"):
+            value.stated_by(origins)
+    return command(*bound.args, **bound.kwargs)
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_SETTINGS:
+def _plain_switch(error: CycloptsError, tokens: Sequence[str]) -> list[str] | None:
+    """Return the tokens with one `on` or `off` in the words that Cyclopts 5.4.0 knows for `--switch=WORD`."""
+    token, argument = getattr(error, "token", None), error.argument
+    if token is None or argument is None or argument.resolved_hint is not bool:
+        return None
+    word = {"on": "true", "off": "false"}.get(token.value.lower())
+    if word is None:
+        return None
+    stated = f"{token.keyword}={token.value}"
+    return [f"{token.keyword}={word}" if one == stated else one for one in tokens]
+
+
+def _origin(argument: Argument) -> str:
+    source = argument.tokens[0].source
+    return {"cli": "flag", "file": "file"}.get(source, "environment")
+
+
+def _conversion_faults(arguments: ArgumentCollection) -> list[Fault]:
+    """Return what is wrong with each parameter of the command; Cyclopts stops at the first."""
+    faults: list[Fault] = []
+    for argument in arguments:
+        if argument.keys or not argument.parse:
             continue
-        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        values[name] = int(text) if name in _NUMBERS and _INTEGER.fullmatch(text) else text
-        if name in _SWITCHES and text.lower() in ("true", "false"):
-            values[name] = text.lower() == "true"
-    return values
+        try:
+            argument.convert()
+        except CycloptsError as error:
+            error.verbose = False
+            faults += _faults_of(argument, error)
+        else:
+            if argument.field_info.required and not argument.has_tokens:
+                faults.append(_missing(argument))
+    return faults
 
 
-def _fault(detail: Mapping[str, Any], origins: Mapping[str, str]) -> Fault:
-    name = str(detail["loc"][0])
-    where = f"{name} (from {origins.get(name, 'flag')})"
-    if detail["type"] == "extra_forbidden":
-        near = get_close_matches(name, list(PlanSettings.model_fields), n=1, cutoff=0.5)
-        return Fault(where=where, rule="is not a setting", fix=f"did you mean {near[0]}?" if near else "")
-    return Fault(where=where, value=detail["input"], rule=str(detail["msg"]).lower())
+def _missing(argument: Argument) -> Fault:
+    names = argument.names
+    return Fault(where=names[0].removeprefix("--").lower(), rule="is missing", fix=f"give {' or '.join(names)}")
 
 
-def _chosen(size: int | Literal["auto"]) -> int | None:
-    return None if size == "auto" else size
+def _faults_of(argument: Argument, error: CycloptsError) -> list[Fault]:
+    from pydantic import ValidationError
+
+    from ..ds_configs.specs.settings import faults_of
+
+    if not isinstance(error.__cause__, ValidationError):
+        if isinstance(error, MissingArgumentError):
+            return [_missing(argument)]
+        return [Fault(where=argument.names[0], rule=str(error).strip())]
+    stated = _options(argument.children)
+    found = []
+    for fault in faults_of(error.__cause__, argument.resolved_hint):
+        tokens = stated[fault.where].tokens if fault.where in stated else []
+        source = tokens[0].source if tokens else "cli"
+        found.append(fault if source == "cli" else replace(fault, where=f"{fault.where} (from {source})"))
+    return found
 
 
-def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> TrainingJob:
-    """Return the training job that the settings describe.
+def _unused_faults(tokens: Sequence[str] | None, sources: Sources) -> list[Fault]:
+    """Return the flags that are no options, and words that no parameter takes."""
+    flags = [token.partition("=")[0] for token in tokens or () if token.startswith("--") and len(token) > 2]
+    if not flags:
+        return [Fault(where=token, rule="is one argument too many") for token in (tokens or ())[:1]]
+    known = {f"--{name.replace('_', '-')}": name for name in _options(sources.arguments)}
+    faults = []
+    for flag in flags:
+        near = get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.5)
+        fix = f"did you mean {near[0]}?" if near else "see --help"
+        faults.append(Fault(where=flag, rule="is not an option", fix=fix))
+    return faults
 
-    Raises:
-        UsageError: a teacher is placed and none is named.
-    """
-    if teacher is None and settings.teacher_placement != "auto":
-        rule, fix = "places a teacher, and none is named", "give --teacher too"
-        raise UsageError(Fault(where="teacher_placement", value=settings.teacher_placement, rule=rule, fix=fix))
-    return TrainingJob(
-        seq_len_tokens=settings.seq_len,
-        **{name: _chosen(getattr(settings, name)) for name in ("micro_batch_size", *AXIS_FIELDS)},
-        zero_quantized_weights=settings.zero_quantized_weights,
-        zero_quantized_gradients=settings.zero_quantized_gradients,
-        global_batch_size=settings.global_batch_size,
-        precision=settings.precision,
-        optimizer=settings.optimizer,
-        method=settings.method,
-        lora_rank=settings.lora_rank,
-        lora_targets=tuple(target.strip() for target in settings.lora_targets.split(",") if target.strip()),
-        gradient_checkpointing=settings.gradient_checkpointing,
-        strategy=settings.strategy,
-        offload=settings.offload,
-        loss=settings.loss,
-        teacher=teacher,
-        teacher_placement=settings.teacher_placement,
-    )
+
+def grouped(kind: Kind) -> Kind:
+    """Put the options of a class under the headings that its bases declare, and return the class."""
+    groups = kind.groups()  # type: ignore[attr-defined]
+    for name, field in kind.model_fields.items():  # type: ignore[attr-defined]
+        # Several NAME=VALUE are a flag that is repeated.
+        tokens = -1 if get_origin(field.annotation) is dict else None
+        field.metadata.append(Parameter(group=_heading(groups[name]), n_tokens=tokens))
+    return kind
+
+
+@cache
+def _heading(name: str) -> Group:
+    return Group.create_ordered(name)

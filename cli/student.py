@@ -5,42 +5,32 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from pydantic import Field
 
-from ..ds_configs.specs.errors import Fault, UsageError
+from ..trainers.distillation.student.request import StudentRequest
+from .options import WriteOptions
+from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..trainers.distillation.student.maker import StudentReport
 
-_Flag = Parameter(negative="")
+grouped(StudentRequest)
+
+
+@grouped
+class StudentOptions(WriteOptions):
+    """Where a student comes from and goes."""
+
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
 def student_command(
     teacher: str,
-    /,
     *,
-    output_dir: Path | None = None,
-    layers: int | None = None,
-    keep_layers: str | None = None,
-    hidden: int | None = None,
-    intermediate: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    importance: Literal["magnitude", "activation"] = "magnitude",
-    text: Annotated[list[Path] | None, _Flag] = None,
-    low_rank: int | None = None,
-    low_rank_energy: float | None = None,
-    sparsity: float | None = None,
-    prune: Literal["magnitude", "l1"] = "magnitude",
-    granularity: Literal["unstructured", "row"] = "unstructured",
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    revision: str | None = None,
-    dry_run: Annotated[bool, _Flag] = False,
-    force: Annotated[bool, _Flag] = False,
-    format: Literal["human", "json"] = "human",
+    request: Annotated[StudentRequest, Options] = FILLED,
+    options: Annotated[StudentOptions, Options] = FILLED,
 ) -> int:
     """Cut a smaller student out of a teacher: a model directory that loads everywhere, to be distilled into.
 
@@ -50,82 +40,21 @@ def student_command(
     ----------
     teacher
         Hub id or local model directory with safetensors weights.
-    output_dir
-        Where the student goes.
-    layers
-        Layers to keep, evenly spread; the first and the last stay.
-    keep_layers
-        Numbers of the layers to keep, such as 0,3,7.
-    hidden
-        Width of the residual stream.
-    intermediate
-        Channels inside the MLP.
-    heads
-        Query heads of each layer.
-    kv_heads
-        Key/value heads of each layer. Default: as many query heads on each as the teacher has.
-    importance
-        What decides which channels and heads stay: the weights, or what they do with a text.
-    text
-        A file that activations are measured on; repeatable. Default: Python's help.
-    low_rank
-        Rank of every weight matrix inside the layers; the dense product is stored.
-    low_rank_energy
-        Share of the squared singular values that every matrix keeps, instead of a rank.
-    sparsity
-        Share of zeros in every weight matrix inside the layers.
-    prune
-        magnitude leaves what stays as it is; l1 shrinks it as an L1 penalty does.
-    granularity
-        unstructured for single weights, row for whole outputs.
-    dtype
-        Stored type. Default: that of the teacher.
-    revision
-        Branch, tag or commit of a Hub teacher.
-    dry_run
-        Check and print sizes; read and write no weights.
-    force
-        Replace the model in a directory that is not empty.
-    format
-        human or json; json prints one object on stdout.
     """
     from ..trainers.distillation.student.maker import StudentReport, make_student, plan_student
-    from ..trainers.distillation.student.request import StudentRequest
 
-    request = StudentRequest(
-        layers=layers,
-        keep_layers=None if keep_layers is None else _numbers(keep_layers),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        heads=heads,
-        key_value_heads=kv_heads,
-        importance=importance,
-        text=tuple(text or ()),
-        low_rank=low_rank,
-        low_rank_energy=low_rank_energy,
-        sparsity=sparsity,
-        prune=prune,
-        granularity=granularity,
-        dtype=dtype,
-    )
+    output_dir, force = options.output_dir, options.force
     with redirect_stdout(sys.stderr):
-        plan = plan_student(teacher, request, revision=revision, output_dir=output_dir, force=force)
-        if dry_run or output_dir is None:
+        plan = plan_student(teacher, request, revision=options.revision, output_dir=output_dir, force=force)
+        if options.dry_run or output_dir is None:
             report = StudentReport(plan=plan, output_dir=None)
         else:
             report = make_student(plan, teacher, output_dir, force=force)
-    if format == "json":
+    if options.as_json:
         print(json.dumps(report.to_dict() | {"output_dir": None if report.output_dir is None else str(output_dir)}))
     else:
         show_student(report)
     return 0
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() for word in words):
-        raise UsageError(Fault(where="--keep-layers", value=text, rule="must be numbers such as 0,3,7"))
-    return tuple(int(word) for word in words)
 
 
 def show_student(report: StudentReport) -> None:

@@ -90,7 +90,7 @@ def show_dry_run(
         found = {"schema_version": 1, "settings": values, "dataset": asdict(statistics), "plan": plan_to_dict(plan)}
         print(json.dumps(found | more | {"files": [str(file) for file in files]}))
         return
-    show_settings(values, {name: "given" if name in settings.model_fields_set else "default" for name in values})
+    show_settings(values, settings.origins())
     show_plan(plan, None)
     out = console()
     out.print(

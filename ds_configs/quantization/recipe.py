@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..specs.errors import Fault, UsageError
+from ..specs.settings import NamedValues, Names, Settings, settings_of
+from ..specs.yaml_file import read_small_file, settings_mapping
 from .combinations import changed
 from .methods import (
-    METHOD_NAMES,
     METHODS,
     MethodName,
     combination_with_method_faults,
@@ -25,39 +25,52 @@ from .methods import (
 )
 from .scheme import QuantizationScheme, RangeMethod, scheme_named
 
-_LARGEST_RECIPE_BYTES = 1 << 20
-_ENVIRONMENT_PREFIX = "SHARDWRIGHT_"
+
+class SchemeSettings(Settings):
+    """Which numbers a checkpoint holds, and in which layers."""
+
+    group = "Quantization"
+
+    scheme: str = Field("W4A16", description="Named scheme, such as W4A16, W8A8, W8A8_STATIC, FP8_DYNAMIC or NF4")
+    group_size: int | None = Field(
+        None,
+        ge=-1,
+        description="Input channels that share a scale; -1 for a whole output channel. Default: by the scheme",
+    )
+    symmetric: bool | None = Field(None, description="Without zero points. Default: by the scheme")
+    targets: Names | None = Field(
+        None, description="Layers to quantize: Linear, names, or re: patterns. Default: Linear"
+    )
+    ignore: Names | None = Field(None, description="Layers that stay dense, likewise. Default: output head and routers")
 
 
-def _names(value: object) -> object:
-    """Turn what a file or flag holds into a tuple of names; a text is split at its commas."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return tuple(value) if isinstance(value, list) else value
+class QuantizeSettings(SchemeSettings):
+    """Every setting of `shardwright quantize` and of its recipes."""
 
+    group = "Quantization"
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-
-
-class QuantizeSettings(BaseModel):
-    """Every setting of `shardwright quantize`, as its YAML file may state them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    scheme: str = Field("W4A16", description="named scheme, such as W4A16, W8A8 or FP8_DYNAMIC")
-    method: MethodName | None = Field(None, description="how codes are found; default: by the scheme")
-    dataset: str | None = Field(None, description="calibration text: ID[:config][#N], a file, or python-help")
-    num_samples: int = Field(512, ge=1, description="calibration samples")
-    seq_len: int = Field(2048, ge=2, description="tokens of one calibration sample, at most")
-    batch_size: int = Field(1, ge=1, description="calibration samples of one forward pass")
-    group_size: int | None = Field(None, ge=-1, description="inputs that share a scale; -1: an output channel")
-    symmetric: bool | None = Field(None, description="without a zero point; default: by the scheme")
-    ranges: RangeMethod | None = Field(None, description="how static ranges of activations are found")
-    percentile: float | None = Field(None, description="share of values in range, in percent, with ranges percentile")
-    targets: Names | None = Field(None, description="layers to quantize: class, names, or re: patterns")
-    ignore: Names | None = Field(None, description="layers that stay dense: names or re: patterns")
-    method_options: dict[str, Any] = Field(default_factory=dict, description="options of the method by name")
-    seed: int = Field(0, ge=0, description="of the order of calibration samples")
+    method: MethodName | None = Field(
+        None, description="How codes are found. Default: by the scheme, and told with its reason"
+    )
+    ranges: RangeMethod | None = Field(None, description="How static ranges of activations are found. Default: minmax")
+    percentile: float | None = Field(
+        None, description="Share of values inside the range, in percent, with ranges percentile. Default: 99.9"
+    )
+    method_options: NamedValues = Field(
+        default_factory=dict,
+        alias="method_option",
+        description="NAME=VALUE for the method, such as dampening_frac=0.05; several are a flag that is repeated, or a "
+        "mapping",
+    )
+    dataset: str | None = Field(
+        None,
+        description="Calibration text: ID[:config][#N] of the Hub, a .jsonl, .json, .parquet or .txt file, or "
+        "python-help",
+    )
+    num_samples: int = Field(512, ge=1, description="Calibration samples")
+    seq_len: int = Field(2048, ge=2, description="Tokens of a sample, at most")
+    batch_size: int = Field(1, ge=1, description="Samples of one forward pass")
+    seed: int = Field(0, ge=0, description="Of the choice of calibration rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,44 +101,17 @@ class ResolvedQuantization:
     """Why this method; `named` when the user named it."""
 
 
-def quantize_settings(
-    flags: Mapping[str, Any], *, recipe: Recipe | None = None, environment: Mapping[str, str] | None = None
-) -> QuantizeSettings:
-    """Merge defaults, a recipe, the environment and flags, the later ones first in rank.
+def quantize_settings(stated: Mapping[str, Any], *, recipe: Recipe | None = None) -> QuantizeSettings:
+    """Return a recipe's settings with what is stated beside it, which wins.
 
     Args:
-        flags: Values by name; `None` was not given, and names that are no settings are passed over.
+        stated: Values by name.
         recipe: A recipe from `read_recipe`.
-        environment: Variables; those that start with `SHARDWRIGHT_QUANTIZE_` state settings.
 
     Raises:
         UsageError: unknown keys and values that are not allowed, all together.
     """
-    merged: dict[str, Any] = dict(recipe.values) if recipe is not None else {}
-    prefix = f"{_ENVIRONMENT_PREFIX}QUANTIZE_"
-    for variable, text in sorted((environment or {}).items()):
-        if variable.startswith(prefix):
-            merged[variable.removeprefix(prefix).lower()] = yaml.safe_load(text) if text else text
-    merged |= {name: flags[name] for name in QuantizeSettings.model_fields if flags.get(name) is not None}
-    try:
-        return QuantizeSettings.model_validate(merged)
-    except ValidationError as error:
-        faults = {str(detail["loc"][0]): _fault(detail) for detail in error.errors()}
-        raise UsageError(list(faults.values())) from None
-
-
-def _fault(detail: Mapping[str, Any]) -> Fault:
-    name = str(detail["loc"][0])
-    known: Sequence[str] = list(QuantizeSettings.model_fields)
-    if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5)
-        fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-        return Fault(where=name, rule="is not a setting", fix=fix)
-    if name == "method" and isinstance(detail["input"], str):
-        near = difflib.get_close_matches(detail["input"].lower(), METHOD_NAMES, n=1, cutoff=0.5)
-        fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(METHOD_NAMES)}"
-        return Fault(where=name, value=detail["input"], rule="names no method", fix=fix)
-    return Fault(where=name, value=detail["input"], rule=str(detail["msg"]).lower())
+    return settings_of(QuantizeSettings, {**({} if recipe is None else recipe.values), **stated})
 
 
 def resolve_quantization(settings: QuantizeSettings) -> ResolvedQuantization:
@@ -186,15 +172,11 @@ def read_recipe(name: str | Path) -> Recipe:
         near = difflib.get_close_matches(text, recipe_names(), n=3, cutoff=0.3)
         fix = f"nearest: {', '.join(near)}" if near else f"recipes are {', '.join(recipe_names())}"
         raise UsageError(Fault(where="config", value=text, rule="is neither a recipe nor a file", fix=fix))
+    content = read_small_file(path, what="config")
     try:
-        with path.open("rb") as stream:
-            content = stream.read(_LARGEST_RECIPE_BYTES + 1)
-        if len(content) > _LARGEST_RECIPE_BYTES:
-            raise UsageError(Fault(where="config", value=text, rule=f"is over {_LARGEST_RECIPE_BYTES} bytes"))
         return parse_recipe(text, content.decode("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        detail = getattr(error, "strerror", None) or str(error)
-        raise UsageError(Fault(where="config", value=text, rule=f"cannot be read ({detail})")) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(Fault(where="config", value=text, rule=f"cannot be read ({error})")) from None
 
 
 def parse_recipe(name: str, text: str) -> Recipe:
@@ -203,23 +185,9 @@ def parse_recipe(name: str, text: str) -> Recipe:
     Raises:
         UsageError: it is not YAML, holds no mapping, or states a key twice.
     """
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        detail = " ".join(str(error).split())
-        raise UsageError(Fault(where="config", value=name, rule=f"is not valid YAML ({detail})")) from None
-    if not isinstance(data, dict):
-        raise UsageError(Fault(where="config", value=name, rule="must hold a mapping of settings"))
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        plain = str(key).replace("-", "_")
-        if plain in values:
-            rule, fix = "is stated twice, with a hyphen and an underscore", "keep one"
-            raise UsageError(Fault(where=plain, rule=rule, fix=fix))
-        values[plain] = value
     first = text.lstrip().splitlines()[0] if text.strip() else ""
     purpose = first.removeprefix("#").strip() if first.startswith("#") else ""
-    return Recipe(name=name, purpose=purpose, text=text, values=values)
+    return Recipe(name=name, purpose=purpose, text=text, values=settings_mapping(text, name=name))
 
 
 def _gallery() -> Traversable:

@@ -9,8 +9,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from ...ds_configs.memory.activations import ActivationEstimate, Mode
 from ...ds_configs.memory.calibration import Calibration
 from ...ds_configs.memory.tensor_terms import ActivationSource, activations_are_stored
@@ -18,10 +16,10 @@ from ...ds_configs.plan.plan import Plan, make_plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
 from .models import LoadedModel, load_model
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
-_LARGEST_YAML_BYTES = 2**20
 _LARGEST_NUMBER = 10**30
 """Python refuses to print integers of some thousand digits, and anchors can nest lists beyond any memory."""
 
@@ -117,21 +115,7 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
     Raises:
         UsageError: it cannot be read, is too large, is not YAML, or holds no mapping.
     """
-    try:
-        with path.open("rb") as stream:
-            text = stream.read(_LARGEST_YAML_BYTES + 1)
-    except (OSError, ValueError) as error:
-        detail = getattr(error, "strerror", None) or str(error)
-        raise UsageError(Fault(where=what, value=str(path), rule=f"cannot be read ({detail})")) from None
-    if len(text) > _LARGEST_YAML_BYTES:
-        raise UsageError(Fault(where=what, value=str(path), rule=f"is over {_LARGEST_YAML_BYTES} bytes"))
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        detail = " ".join(str(error).split())
-        raise UsageError(Fault(where=what, value=str(path), rule=f"is not valid YAML ({detail})")) from None
-    if not isinstance(data, dict):
-        raise UsageError(Fault(where=what, value=str(path), rule="must hold a mapping of keys and values"))
+    data = yaml_mapping(read_small_file(path, what=what), name=str(path), what=what)
     faults = [
         Fault(where=f"{path}: {key}", rule="must be one plain value")
         for key, value in data.items()
@@ -139,7 +123,7 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
     ]
     if faults:
         raise UsageError(faults)
-    return {str(key): value for key, value in data.items()}
+    return data
 
 
 class TracedActivations:

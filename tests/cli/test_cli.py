@@ -112,13 +112,17 @@ def test_a_config_that_is_no_json_object_is_refused(shell: Shell, tmp_path: Path
         (["plan", LLAMA, "--hardware", "8xH1000"], 2, "is not in the catalog; nearest: H100-80GB"),
         (["plan", LLAMA, "--hardware", "0xA100-80GB"], 2, "gpus_per_node = 0"),
         (["plan", LLAMA, "--hardware", "none.yaml"], 2, "cannot be read"),
-        (["plan", LLAMA, *GPU, "--precison", "fp16"], 2, "Did you mean --precision?"),
-        (["plan", LLAMA, *GPU, "--precision", "fp8"], 2, '"bf16", "fp16", "fp32"'),
-        (["plan", LLAMA, *GPU, "--seq-len", "many"], 2, "--seq-len"),
+        (["plan", LLAMA, *GPU, "--precison", "fp16"], 2, "--precison: is not an option; did you mean --precision?"),
+        (
+            ["plan", LLAMA, *GPU, "--precision", "fp8"],
+            2,
+            "precision = 'fp8': must be 'bf16', 'fp16' or 'fp32'; did you mean fp16?",
+        ),
+        (["plan", LLAMA, *GPU, "--seq-len", "many"], 2, "seq_len = 'many': must be an integer"),
         (["plan", LLAMA, *GPU, "--optimizer", "adamw_tosch"], 2, "did you mean adamw_torch?"),
         (["plan", LLAMA, *GPU, "--method", "lora", "--lora-targets", "q_prj"], 2, "match no Linear module"),
         (["plan", LLAMA, *GPU, "--revision", "main"], 2, "only a Hub model has revisions"),
-        (["plan", LLAMA, *GPU, "--num-processes", "0"], 2, "num_processes = 0: must be at least 1"),
+        (["plan", LLAMA, *GPU, "--num-processes", "0"], 2, "num_processes = 0: must be greater than or equal to 1"),
         (["plan", LLAMA, *GPU, "--num-processes", "4"], 2, "must equal the 8 accelerators"),
         (["plan", LLAMA, *GPU, "extra"], 2, "extra"),
         (["plan", LLAMA, "--hardware", "1xT4"], 2, "precision = 'bf16': is not computed by T4"),
@@ -126,7 +130,7 @@ def test_a_config_that_is_no_json_object_is_refused(shell: Shell, tmp_path: Path
         (["plan", "~nobody-has-this-name/model", *GPU], 2, "no such file or directory"),
         (["plan", "", *GPU], 2, "no such file or directory"),
         (["plan", "x" * 5000, *GPU], 2, "File name too long"),
-        (["plan"], 2, "--model requires an argument"),
+        (["plan"], 2, "model: is missing; give --model"),
         (["pln"], 2, 'Did you mean "plan"?'),
         (["explain", "gathered_parametres"], 2, "did you mean gathered_parameters"),
         (["explain", "x" * 5000], 2, "is no plan, strategy, memory term or rule"),
@@ -149,9 +153,9 @@ def test_bad_usage_is_one_line_that_names_the_way_out(
     ("text", "messages"),
     [
         ('seq_len: "x"\nprecison: bf16\nlora_rank: 1.5', ["seq_len (from file) = 'x'", "mean precision?", "= 1.5"]),
-        ("micro_batch_size: [1]", ["micro_batch_size: must be one plain value"]),
+        ("micro_batch_size: [1]", ["micro_batch_size (from file) = '[\"1\"]': must be an integer or 'auto'"]),
         ("micro_batch_size: some", ["micro_batch_size (from file) = 'some'"]),
-        ("seq_len: true", ["seq_len (from file) = True"]),
+        ("seq_len: true", ["seq_len (from file) = 'true': must be an integer"]),
         ("seq-len: 1\nseq_len: 2", ["seq_len (from file): is stated twice"]),
         ("- seq_len", ["must hold a mapping"]),
         ("a: [", ["is not valid YAML"]),
@@ -171,9 +175,9 @@ def test_flags_win_over_environment_over_file_over_defaults(
 ) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text("hardware: 8xA100-80GB\nseq-len: 1024\nmicro_batch_size: 2\nlora_rank: 8\n")
-    monkeypatch.setenv("SHARDWRIGHT_MICRO_BATCH_SIZE", "4")
-    monkeypatch.setenv("SHARDWRIGHT_LORA_RANK", "9")
-    monkeypatch.setenv("SHARDWRIGHT_LORA_TARGETS", "2024")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_MICRO_BATCH_SIZE", "4")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "9")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_TARGETS", "2024")
     output = tmp_path / "plan"
     shown = shell("plan", LLAMA, "--config", str(file), "--lora_rank", "10", "--dry-run", "--output-dir", str(output))
     assert shown.code == 0, shown.err
@@ -187,11 +191,11 @@ def test_flags_win_over_environment_over_file_over_defaults(
     assert not output.exists()
     answer = json.loads(shell("plan", LLAMA, "--config", str(file), "--format", "json").out)
     assert (answer["job"]["seq_len"], answer["job"]["micro_batch_size"]) == (1024, 4)
-    for name, value in (("SHARDWRIGHT_SEQ_LEN", "9" * 5000), ("SHARDWRIGHT_SEQ_LEN", "-4"), ("SHARDWRIGHT_NVMEE", "1")):
-        monkeypatch.setenv(name, value)
+    for name, value in (("SEQ_LEN", "9" * 5000), ("SEQ_LEN", "-4"), ("NVMEE", "1")):
+        monkeypatch.setenv(f"SHARDWRIGHT_PLAN_{name}", value)
         result = shell("plan", LLAMA, *GPU)
         assert (result.code, len(result.errors)) == (2, 1)
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(f"SHARDWRIGHT_PLAN_{name}")
 
 
 def test_both_spellings_of_a_flag_give_the_same_bytes(shell: Shell) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...ds_configs.plan.write import output_faults
-from ...ds_configs.specs.errors import Fault, UsageError
-from ...ds_configs.specs.job import OffloadName, StrategyName, Switch
-from ...ds_configs.specs.teacher_placement import TeacherPlacement, TeacherPlacementChoice
+from ...ds_configs.specs.errors import Fault
+from ...ds_configs.specs.settings import HardwareSettings, Settings, TrainingSettings
+from ...ds_configs.specs.teacher_placement import TeacherPlacement
+from ..data.settings import DataSettings
 from ..losses.objective import Divergence
 from .checkpoints import last_checkpoint
 
@@ -23,73 +23,42 @@ PLAN_DIRECTORY, METRICS_FILE = "plan", "metrics.jsonl"
 JOB_FILE, RESULT_FILE, TOKENIZER = "job.json", "result.json", "tokenizer"
 TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
 
-Settings = TypeVar("Settings", bound=BaseModel)
+
+class ObjectiveSettings(Settings):
+    """What a student learns from its teacher."""
+
+    group = "Objective"
+
+    loss: Divergence = Field("forward_kl", description="Distance between teacher and trained model")
+    mixture: float = Field(0.5, description="Teacher's weight in JSD, lambda of the skewed divergences")
+    alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; the labels have the rest")
+    temperature: float = Field(1.0, description="Softens both distributions")
+    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
-class LaunchedSettings(BaseModel):
-    """Settings that every launched training has, as its YAML file may state them."""
+class LaunchedSettings(ObjectiveSettings, TrainingSettings, HardwareSettings, DataSettings):
+    """Settings that every launched training has."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    group = "Training"
 
-    dataset: str = Field("", description="ID[:config][#N] of the Hub, a file, a directory, or python-help")
-    dataset_split: str = Field("train", description="split of a Hub dataset")
-    dataset_revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    seq_len: int = Field(512, ge=2, description="tokens of one sample")
-    packing: bool = Field(True, description="join plain text to samples of equal length")
-    evaluation_fraction: float = Field(0.05, gt=0, lt=1, description="share of the rows that is held out")
-    evaluation_samples: int = Field(256, ge=1, description="held-out samples to evaluate on, at most")
-    hardware: str | None = Field(None, description="as for plan; default: this machine's accelerators, or 2xCPU")
-    host_memory: str | None = Field(None, description="memory of one node, such as 1TB")
-    nvme: str | None = Field(None, description="NVMe of one node as PATH:SIZE")
-    loss: Divergence = Field("forward_kl", description="distance between the distributions")
-    mixture: float = Field(0.5, description="teacher's weight in JSD, lambda of skewed divergences")
-    alpha: float = Field(0.5, description="weight of the distance; labels have the rest")
-    temperature: float = Field(1.0, description="softens both distributions")
-    max_steps: int | None = Field(None, ge=1, description="optimizer steps; default: by epochs")
-    epochs: float = Field(1.0, gt=0, description="passes over the data")
-    learning_rate: float | None = Field(None, gt=0, description="default 2e-5, with LoRA 2e-4")
-    micro_batch_size: int | Literal["auto"] = Field("auto", description="samples of one forward pass on one rank")
-    global_batch_size: int | None = Field(None, ge=1, description="samples of one optimizer step; default about 32")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="bf16, without accelerator fp32")
-    optimizer: str = Field("adamw_torch_fused", description="a name of the Trainer's optim")
-    method: Literal["full", "lora"] = Field("full", description="full training or LoRA")
-    lora_rank: int = Field(16, ge=1, description="rank of the LoRA matrices")
-    lora_targets: str = Field("all-linear", description="module names separated by commas, or all-linear")
-    gradient_checkpointing: Switch = Field("auto", description="recompute each layer in the backward pass")
-    strategy: StrategyName = Field("auto", description="engine and stage to use")
-    offload: OffloadName = Field("auto", description="where optimizer states and parameters may live")
-    teacher_placement: TeacherPlacementChoice = Field("auto", description="where the teacher lives")
-    revision: str | None = Field(None, description="branch, tag or commit of a Hub model that is trained")
-    teacher_revision: str | None = Field(None, description="branch, tag or commit of a Hub teacher")
-    logging_steps: int = Field(10, ge=1, description="optimizer steps between two lines of metrics.jsonl")
-    save_steps: int | None = Field(None, ge=1, description="optimizer steps between checkpoints; default: none")
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="of data order, held-out rows and sampling")
+    hardware: str | None = Field(
+        None, description="As for plan. Default: this machine's accelerators, or two CPU ranks"
+    )
+    global_batch_size: int | None = Field(None, ge=1, description="Samples of one optimizer step. Default: about 32")
+    evaluation_samples: int = Field(256, ge=1, description="Held-out samples to evaluate on, at most")
+    max_steps: int | None = Field(None, ge=1, description="Optimizer steps. Default: as many as the epochs need")
+    epochs: float = Field(1.0, gt=0, description="Passes over the data")
+    learning_rate: float | None = Field(None, gt=0, description="Default: 2e-5, with LoRA 2e-4")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "auto", description="Compute precision; auto: bf16, and fp32 without an accelerator"
+    )
+    method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    logging_steps: int = Field(10, ge=1, description="Optimizer steps between two lines of metrics.jsonl")
+    save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
 
     def base_learning_rate(self) -> float:
         """Return the learning rate, by method where none is named."""
         return LEARNING_RATES[self.method] if self.learning_rate is None else self.learning_rate
-
-
-def validated(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
-    """Return settings from values by name.
-
-    Raises:
-        UsageError: unknown names and values that are not allowed, all together.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        # A field that takes a number or a word fails once for each kind.
-        faults = {detail["loc"][0]: _fault(kind, detail) for detail in reversed(error.errors())}
-        raise UsageError(list(reversed(faults.values()))) from None
-
-
-def _fault(kind: type[BaseModel], detail: Mapping[str, Any]) -> Fault:
-    name = str(detail["loc"][0])
-    if detail["type"] == "extra_forbidden":
-        near = get_close_matches(name, list(kind.model_fields), n=1, cutoff=0.5)
-        return Fault(where=name, rule="is not a setting", fix=f"did you mean {near[0]}?" if near else "")
-    return Fault(where=name, value=detail["input"], rule=str(detail["msg"]).lower())
 
 
 class RankJob(BaseModel):

@@ -78,11 +78,10 @@ def test_options_of_recipes_are_options_of_the_engines_modifiers(name):
     assert set(quantize_settings({}, recipe=read_recipe(name)).method_options) <= known
 
 
-def test_later_sources_win():
-    recipe = parse_recipe("mine", "scheme: W8A16\nseq-len: 128\nnum_samples: 4\nseed: 1\n")
-    environment = {"SHARDWRIGHT_QUANTIZE_NUM_SAMPLES": "8", "SHARDWRIGHT_QUANTIZE_SEED": "2", "SHARDWRIGHT_SEED": "9"}
-    settings = quantize_settings({"seed": 3, "method": None, "output_dir": "x"}, recipe=recipe, environment=environment)
-    assert (settings.scheme, settings.seq_len, settings.num_samples, settings.seed) == ("W8A16", 128, 8, 3)
+def test_what_is_stated_wins_over_the_recipe():
+    recipe = parse_recipe("mine", "scheme: W8A16\nseq-len: 128\nseed: 1\n")
+    settings = quantize_settings({"seed": 3}, recipe=recipe)
+    assert (settings.scheme, settings.seq_len, settings.seed) == ("W8A16", 128, 3)
     assert settings.batch_size == QuantizeSettings.model_fields["batch_size"].default
 
 

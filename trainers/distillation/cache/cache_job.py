@@ -7,58 +7,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ....ds_configs.specs.settings import Decimals
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples, load_samples
+from ...data.settings import DataSettings
 from .cache_format import RecordFormat
 from .cache_writer import Progress, cache_key, finished_shards, weights_identity, write_cache
 from .teacher_cache import CacheKey, TeacherCache
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheSettings:
-    """What the user asked for; the fields are the command's flags."""
+class CacheSettings(DataSettings):
+    """Every setting of `shardwright cache-teacher`; those of the data are to be those of `distill`."""
 
-    teacher: str
-    dataset: str
-    dataset_split: str = "train"
-    dataset_revision: str | None = None
-    seq_len: int = 512
-    packing: bool = True
-    evaluation_fraction: float = 0.05
-    seed: int = 0
-    top_k: int = 50
-    temperatures: tuple[float, ...] = (1.0,)
-    value_bits: int = 6
-    batch_size: int = 8
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    revision: str | None = None
+    group = "Answers"
+
+    dataset: str = Field("python-help", description="As for distill")
+    top_k: int = Field(50, description="Likeliest tokens to store")
+    temperature: Decimals = Field((1.0,), description="Temperatures to distil at")
+    value_bits: int = Field(6, description="Bits of each probability, 2 to 16")
+    batch_size: int = Field(8, ge=1, description="Samples of one forward pass")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="Precision of the teacher. Default: bfloat16 on an accelerator, float32 on the CPU"
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheJob:
     """A cache that can be written."""
 
+    teacher: str
+    """Hub id or directory of the teacher."""
     settings: CacheSettings
     key: CacheKey
     samples: list[list[int]]
     """Token ids of training and held-out samples."""
 
 
-def prepare_cache(settings: CacheSettings) -> CacheJob:
+def prepare_cache(teacher: str, settings: CacheSettings) -> CacheJob:
     """Read configuration, tokenizer and data; nothing is run or written.
 
     Raises:
         UsageError: a setting that cannot be, a dataset without text, a sequence beyond the model's positions.
         RefusedInputError: the teacher's weights are in another format than safetensors.
     """
-    path = Path(settings.teacher)
+    path = Path(teacher)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         rule = "has no safetensors weights to answer with"
-        raise RefusedInputError(Fault(where=f"teacher {settings.teacher}", rule=rule))
+        raise RefusedInputError(Fault(where=f"teacher {teacher}", rule=rule))
     if path.is_dir() and settings.revision is not None:
         raise UsageError(Fault(where="--revision", value=settings.revision, rule="only a Hub model has revisions"))
-    source = StartingModel(model=settings.teacher, revision=settings.revision)
+    source = StartingModel(model=teacher, revision=settings.revision)
     config = load_config(source)
     check_seq_len(settings.seq_len, config)
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
@@ -67,18 +69,18 @@ def prepare_cache(settings: CacheSettings) -> CacheJob:
     layout = RecordFormat(
         top_k=min(settings.top_k, vocab_size),
         vocab_size=vocab_size,
-        temperatures=settings.temperatures,
+        temperatures=settings.temperature,
         value_bits=settings.value_bits,
     )
     key = cache_key(
-        settings.teacher,
-        weights_identity(settings.teacher, settings.revision, config),
+        teacher,
+        weights_identity(teacher, settings.revision, config),
         tokenizer,
         layout,
         rendered_by_template=samples.statistics.kind == "messages",
     )
     ids = [list(sample["input_ids"]) for sample in (*samples.train, *samples.evaluation)]
-    return CacheJob(settings=settings, key=key, samples=ids)
+    return CacheJob(teacher=teacher, settings=settings, key=key, samples=ids)
 
 
 def _samples(settings: CacheSettings, tokenizer: Any) -> Samples:
@@ -110,7 +112,7 @@ def run_cache_job(job: CacheJob, directory: Path, *, on_progress: Callable[[Prog
     accelerated = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
     dtype = getattr(torch, job.settings.dtype or ("bfloat16" if accelerated else "float32"))
-    model = load_teacher(job.settings.teacher, revision=job.settings.revision, dtype=dtype).to(device)
+    model = load_teacher(job.teacher, revision=job.settings.revision, dtype=dtype).to(device)
     teacher = PlacedTeacher(model, model, "replica")
     return write_cache(
         directory,

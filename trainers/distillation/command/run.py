@@ -7,10 +7,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from ....ds_configs.specs.settings import settings_of
 from ...runs.inputs import Notify
 from ...runs.launch import OnStep
 from ...runs.run import run_training
-from ...runs.settings import validated
 from .run_files import DistillSettings
 from .run_inputs import prepare_distillation
 from .run_report import Outcome
@@ -53,6 +53,6 @@ def distill(
     """
     place = Path(output_dir)
     with redirect_stdout(sys.stderr):
-        found = validated(DistillSettings, settings)
+        found = settings_of(DistillSettings, settings)
         prepared = prepare_distillation(found, teacher, student, place, notify=notify, force=force, resume=resume)
         return run_training(prepared, place, resume=resume, notify=notify, on_step=on_step)

@@ -17,15 +17,24 @@ TEACHER_TOKENIZER = "teacher_tokenizer"
 
 
 class DistillSettings(LaunchedSettings):
-    """Every setting of `shardwright distill`, as its YAML file may state them."""
+    """Every setting of `shardwright distill`."""
 
-    hidden_states: float = Field(0.0, ge=0, description="weight of matched hidden states; 0: none")
-    attention: float = Field(0.0, ge=0, description="weight of matched attention relations; 0: none")
-    on_policy: float = Field(0.0, description="share of micro-batches that the student completes itself")
-    max_new_tokens: int = Field(128, ge=1, description="longest completion of the student")
-    prompt_tokens: int | None = Field(None, ge=1, description="of a sample; default: up to its first label")
-    cross_tokenizer: bool = Field(False, description="compare models of different tokenizers")
-    teacher_cache: str | None = Field(None, description="directory that cache-teacher wrote")
+    group = "Distillation"
+
+    hidden_states: float = Field(0.0, ge=0, description="Weight of matched hidden states; 0: none")
+    attention: float = Field(0.0, ge=0, description="Weight of matched attention relations; 0: none")
+    on_policy: float = Field(0.0, description="Share of micro-batches that the student completes itself")
+    max_new_tokens: int = Field(128, ge=1, description="Longest completion of the student")
+    prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a sample that the student completes. Default: those before its first label, of plain "
+        "text half",
+    )
+    cross_tokenizer: bool = Field(False, description="Compare models of different tokenizers")
+    teacher_cache: str | None = Field(
+        None, description="Directory that cache-teacher wrote; no teacher runs while the student trains"
+    )
 
 
 class WorkerJob(LaunchedJob):

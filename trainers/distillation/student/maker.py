@@ -75,7 +75,7 @@ class StudentReport:
         """Return the contents of `student.json`, which holds no absolute path but the teacher's."""
         plan = self.plan
         widths = plan.student_widths
-        asked = asdict(plan.request)
+        asked = plan.request.model_dump()
         return {
             "schema_version": 1,
             "teacher": plan.source.name,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from ....ds_configs.specs.errors import Fault
+from ....ds_configs.specs.settings import Numbers, Paths, Settings
 
 Importance = Literal["magnitude", "activation"]
 Prune = Literal["magnitude", "l1"]
@@ -15,38 +17,43 @@ Granularity = Literal["unstructured", "row"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudentRequest:
+class StudentRequest(Settings):
     """What to make of a teacher; `None` leaves a size as the teacher has it."""
 
-    layers: int | None = None
-    """Layers to keep, spread evenly."""
-    keep_layers: tuple[int, ...] | None = None
-    """Numbers of the layers to keep, from 0, ascending; instead of `layers`."""
-    hidden_size: int | None = None
-    """Width of the residual stream."""
-    intermediate_size: int | None = None
-    """Channels inside the MLP."""
-    heads: int | None = None
-    """Query heads of a layer."""
-    key_value_heads: int | None = None
-    """Key/value heads of a layer; `None` keeps the teacher's query heads per key/value head."""
-    importance: Importance = "magnitude"
-    """What decides which channels and heads stay."""
-    text: tuple[Path, ...] = ()
-    """Files that activations are measured on; empty means the topics of Python's help."""
-    low_rank: int | None = None
-    """Rank of every weight matrix inside the layers."""
-    low_rank_energy: float | None = None
-    """Share of the squared singular values that every matrix keeps, 0 to 1."""
-    sparsity: float | None = None
-    """Share of the weights, or rows, of every matrix inside the layers that become zero."""
-    prune: Prune = "magnitude"
-    """How zeros are chosen."""
-    granularity: Granularity = "unstructured"
-    """Whether single weights or whole rows become zero."""
-    dtype: StoredDtype | None = None
-    """Stored floating-point type; `None` keeps that of each tensor."""
+    group = "Student"
+
+    layers: int | None = Field(None, description="Layers to keep, evenly spread; the first and the last stay")
+    keep_layers: Numbers | None = Field(
+        None, description="Numbers of the layers to keep, from 0, ascending, such as 0,3,7; instead of layers"
+    )
+    hidden_size: int | None = Field(None, alias="hidden", description="Width of the residual stream")
+    intermediate_size: int | None = Field(None, alias="intermediate", description="Channels inside the MLP")
+    heads: int | None = Field(None, description="Query heads of each layer")
+    key_value_heads: int | None = Field(
+        None,
+        alias="kv_heads",
+        description="Key/value heads of each layer. Default: as many query heads on each as the teacher has",
+    )
+    importance: Importance = Field(
+        "magnitude", description="What decides which channels and heads stay: the weights, or what they do with a text"
+    )
+    text: Paths = Field((), description="Files that activations are measured on. Default: Python's help")
+    low_rank: int | None = Field(
+        None, description="Rank of every weight matrix inside the layers; the dense product is stored"
+    )
+    low_rank_energy: float | None = Field(
+        None, description="Share of the squared singular values that every matrix keeps, instead of a rank"
+    )
+    sparsity: float | None = Field(
+        None, description="Share of the weights, or rows, of every matrix inside the layers that become zero"
+    )
+    prune: Prune = Field(
+        "magnitude", description="magnitude leaves what stays as it is; l1 shrinks it as an L1 penalty does"
+    )
+    granularity: Granularity = Field(
+        "unstructured", description="unstructured for single weights, row for whole outputs"
+    )
+    dtype: StoredDtype | None = Field(None, description="Stored type. Default: that of each tensor")
 
     @property
     def cuts_width(self) -> bool:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ....ds_configs.quantization.combinations import changed
+from ....ds_configs.quantization.recipe import SchemeSettings
 from ....ds_configs.quantization.scheme import scheme_named
 from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.specs.settings import JoinedNames
 from ...runs.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
 from ..rounding.config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfig
 from ..rounding.rounding import WeightRule
@@ -26,24 +28,43 @@ TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
 """Settings that mean nothing without a teacher."""
 
 
-class QATSettings(LaunchedSettings):
-    """Every setting of `shardwright qat`, as its YAML file may state them."""
+class QATSettings(SchemeSettings, LaunchedSettings):
+    """Every setting of `shardwright qat`."""
 
-    scheme: str = Field("W4A16", description="named scheme of integers, such as W4A16, W8A8 or W2A16")
-    group_size: int | None = Field(None, ge=-1, description="inputs that share a scale; -1: an output channel")
-    symmetric: bool | None = Field(None, description="without a zero point; default: by the scheme")
-    targets: str | None = Field(None, description="layers to quantize, separated by commas; default: Linear")
-    ignore: str | None = Field(None, description="layers that stay dense, likewise; default: output head, routers")
-    weight_rule: WeightRule = Field("minmax", description="where scales of weights come from")
-    ranges: InputRanges = Field("calibrated", description="where stored ranges of activations come from")
-    calibration_samples: int = Field(128, ge=1, description="training samples that calibrated ranges are found on")
-    start_step: int = Field(0, ge=0, description="optimizer steps in full precision before numbers are rounded")
-    freeze_step: int | None = Field(None, ge=1, description="optimizer step from which observed ranges stay")
-    bit_schedule: str | None = Field(None, description="STEP:BITS,..., such as 0:8,100:4")
-    lora: LoraMode = Field("merged", description="round weight and adapter as one, or the frozen weight alone")
-    kv_cache: KvCacheNumbers | None = Field(None, description="numbers of cached keys and values")
-    teacher: str | None = Field(None, description="Hub id or directory, or self for the model in full precision")
-    alpha: float = Field(1.0, description="weight of the distance to the teacher; labels have the rest")
+    group = "Quantization"
+
+    weight_rule: WeightRule = Field(
+        "minmax",
+        description="Where scales of weights come from: their own range, training (LSQ), or mean magnitudes with three "
+        "or two values",
+    )
+    ranges: InputRanges = Field(
+        "calibrated",
+        description="Where stored ranges of activations come from: a pass before training, observers during it, or "
+        "learning",
+    )
+    calibration_samples: int = Field(128, ge=1, description="Training samples that calibrated ranges are found on")
+    start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before numbers are rounded")
+    freeze_step: int | None = Field(
+        None, ge=1, description="Optimizer step from which observed ranges stay. Default: never"
+    )
+    bit_schedule: JoinedNames | None = Field(
+        None,
+        description="STEP:BITS pairs such as 0:8,100:4; the last are the scheme's. Default: these from the start",
+    )
+    lora: LoraMode = Field(
+        "merged",
+        description="With method lora: round weight and adapter as one and merge them, or the frozen weight alone",
+    )
+    kv_cache: KvCacheNumbers | None = Field(
+        None, description="Train with rounded keys and values too, and store their ranges"
+    )
+    teacher: str | None = Field(
+        None,
+        description="Hub id or directory to learn from, or self for the model in full precision. Default: none, labels "
+        "alone",
+    )
+    alpha: float = Field(1.0, description="Weight of the distance to the teacher, 0 to 1; the labels have the rest")
 
 
 class QATJob(LaunchedJob):
@@ -81,8 +102,8 @@ def qat_config(settings: QATSettings, *, stored_dtype: str | None = None) -> QAT
             scheme_named(settings.scheme),
             group_size=settings.group_size,
             symmetric=settings.symmetric,
-            ignore=_names(settings.ignore),
-            targets=_names(settings.targets),
+            ignore=settings.ignore,
+            targets=settings.targets,
         )
     except UsageError as error:
         raise UsageError([*faults, *error.faults]) from None
@@ -193,7 +214,3 @@ def _bit_schedule(text: str | None, faults: list[Fault]) -> BitSchedule:
             return ()
         found.append((int(step), int(bits)))
     return tuple(found)
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())

@@ -7,10 +7,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from ....ds_configs.specs.settings import settings_of
 from ...runs.inputs import Notify
 from ...runs.launch import OnStep
 from ...runs.run import run_training
-from ...runs.settings import validated
 from .inputs import prepare_qat
 from .request import QATSettings
 from .run_report import Outcome
@@ -52,6 +52,6 @@ def qat(
     place = Path(output_dir)
     with redirect_stdout(sys.stderr):
         prepared = prepare_qat(
-            validated(QATSettings, settings), model, place, notify=notify, force=force, resume=resume
+            settings_of(QATSettings, settings), model, place, notify=notify, force=force, resume=resume
         )
         return run_training(prepared, place, resume=resume, notify=notify, on_step=on_step)

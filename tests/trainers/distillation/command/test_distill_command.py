@@ -113,7 +113,7 @@ def test_all_faults_are_told_at_once_and_nothing_is_written(
     [
         ((), 2, "dataset: is missing; give --dataset"),
         (("--dataset", "none.jsonl"), 2, "dataset = 'none.jsonl': no such file or directory"),
-        ((*DATA, "--seq-len", "1"), 2, "seq_len = 1: input should be greater than or equal to 2"),
+        ((*DATA, "--seq-len", "1"), 2, "seq_len = 1: must be greater than or equal to 2"),
         ((*DATA, "--evaluation-fraction", "0.0001", "--seq-len", "20000"), 2, "shorter than one sample"),
         ((*DATA, "--teacher-placement", "cached"), 2, "teacher_placement = 'cached': needs a cache"),
         ((*DATA, "--resume"), 2, "output_dir = 'out': holds no checkpoint to resume from"),
@@ -186,7 +186,7 @@ def test_settings_come_from_a_file_the_environment_and_flags(
 ) -> None:
     file = tmp_path / "distill.yaml"
     file.write_text("dataset: python-help#8\nalpha: 0.25\nseq-len: 16\nhardware: 4xCPU\nloss: jsd\n")
-    monkeypatch.setenv("SHARDWRIGHT_HARDWARE", "1xCPU")
+    monkeypatch.setenv("SHARDWRIGHT_DISTILL_HARDWARE", "1xCPU")
     found = distill(*common(models, "--config", file, "--loss", "reverse_kl", "--dry-run", "--format", "json"))
     assert found.code == 0, found.err
     settings = json.loads(found.out)["settings"]
@@ -194,8 +194,8 @@ def test_settings_come_from_a_file_the_environment_and_flags(
     assert (settings["loss"], settings["temperature"]) == ("reverse_kl", 1.0)
     file.write_text("learning_rat: 1.0\nalpha: high\n")
     faults = distill(*common(models, "--config", file)).errors
-    assert any("learning_rat: is not a setting; did you mean learning_rate?" in fault for fault in faults)
-    assert any("alpha = 'high'" in fault for fault in faults)
+    assert any("learning_rat (from file): is not a setting; did you mean learning_rate?" in fault for fault in faults)
+    assert any("alpha (from file) = 'high'" in fault for fault in faults)
 
 
 def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Outcome:

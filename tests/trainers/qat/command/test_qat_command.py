@@ -279,18 +279,6 @@ def test_numbers_that_are_asked_for() -> None:
     assert not combination_faults(QATSettings(dataset="x", teacher="self", alpha=0.5))
 
 
-def test_the_environment_states_what_a_command_has_and_contradicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.cli.model_settings import resolve_model
-    from shardwright.cli.training_flags import ENVIRONMENT
-
-    monkeypatch.setenv("SHARDWRIGHT_TEACHER_CACHE", "answers")
-    monkeypatch.setenv("SHARDWRIGHT_TEACHER_PLACEMENT", "sharded")
-    settings = resolve_model(QATSettings, {"dataset": "x"}, environment=ENVIRONMENT)
-    assert settings.teacher_placement == "sharded" and not combination_faults(settings)
-    flag = resolve_model(QATSettings, {"dataset": "x", "teacher_placement": "replica"}, environment=ENVIRONMENT)
-    assert [(fault.where, fault.value) for fault in combination_faults(flag)] == [("teacher_placement", "replica")]
-
-
 def job_of(settings: QATSettings) -> QATJob:
     named = teacher_of(settings, "org/m")
     facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1}

@@ -1,0 +1,224 @@
+"""Settings as people state them: each option is declared once, and reads the same text from every source.
+
+A flag, a variable and a file hold text; so do a list's items. Fields turn it into values, and `faults_of` says in our
+words what pydantic refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from .errors import Fault, UsageError
+from .job import OffloadName, StrategyName, Switch
+from .teacher_placement import TeacherPlacementChoice
+
+Kind = TypeVar("Kind", bound="Settings")
+_NULL = "null"
+_COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")
+"""A comma that separates names: not one inside of the brackets of a pattern."""
+
+_SHORT_NUMBER = re.compile(r"-?[1-9]?[0-9]{1,18}(\.[0-9]{1,18})?")
+
+
+class Settings(BaseModel):
+    """Options of a command, with their defaults, choices and descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+    group: ClassVar[str] = "Options"
+    """The heading in `--help` under which options stand that this class declares."""
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_null(cls, stated: Any) -> Any:
+        if not isinstance(stated, dict):
+            return stated
+        return {name: None if value == _NULL else value for name, value in stated.items()}
+
+    def stated_by(self, origins: Mapping[str, str]) -> Self:
+        """Remember `flag`, `environment` or `file` by option, and return the settings."""
+        self._origins.update({name: origin for name, origin in origins.items() if name in type(self).model_fields})
+        return self
+
+    def origins(self) -> dict[str, str]:
+        """Return where each value comes from; what no source stated is a `default`."""
+        return {name: self._origins.get(name, "default") for name in type(self).model_fields}
+
+    @classmethod
+    def groups(cls) -> dict[str, str]:
+        """Return the heading of each option: that of the class which declares it first."""
+        owners = [kind for kind in reversed(cls.__mro__) if issubclass(kind, Settings)]
+        return {name: next(kind.group for kind in owners if name in kind.model_fields) for name in cls.model_fields}
+
+
+def _items(value: object, split: Callable[[str], Iterable[str]]) -> object:
+    """Return what a text or a list of texts names: `a,b`, `[a, b]` and a list are the same."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parsed(value)
+    elif isinstance(value, str):
+        return tuple(split(value))
+    if not isinstance(value, list | tuple):
+        return value
+    found: list[object] = []
+    for item in value:
+        one = _items(item, split) if isinstance(item, str | list | tuple) else item
+        found += one if isinstance(one, tuple) else [one]
+    return tuple(found)
+
+
+def parsed(text: str) -> Any:
+    """Return what YAML reads in a text.
+
+    Raises:
+        ValueError: it is no YAML, or holds tags.
+    """
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"is not valid YAML ({getattr(error, 'problem', None) or type(error).__name__})") from None
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in _COMMA.split(text) if word.strip()]
+
+
+def _joined(value: object) -> object:
+    found = _items(value, _words)
+    return ",".join(map(str, found)) if isinstance(found, tuple) else found
+
+
+def _named_values(value: object) -> object:
+    """Return `NAME=VALUE` texts, or a mapping, as a mapping whose texts are read as YAML reads them."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = parsed(value)
+    if isinstance(value, Mapping):
+        # What a file states is text, as behind NAME=.
+        pairs = [(str(name), item) for name, item in value.items()]
+    else:
+        words = [value] if isinstance(value, str) else value
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) and word[:1] != "=" for word in words):
+            raise ValueError("must be NAME=VALUE")
+        if not all("=" in word for word in words):
+            raise ValueError("must be NAME=VALUE")
+        pairs = [(name, item) for name, _, item in (word.partition("=") for word in words)]
+    return {name.strip().replace("-", "_"): _value(item) for name, item in pairs}
+
+
+def _value(item: object) -> object:
+    if isinstance(item, str):
+        return parsed(item) if item else item
+    return [_value(one) for one in item] if isinstance(item, list) else item
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: _items(value, _words))]
+"""Names, separated by commas or as a list."""
+Numbers = Annotated[tuple[int, ...], BeforeValidator(lambda value: _items(value, _words))]
+"""Whole numbers, likewise."""
+Decimals = Annotated[tuple[float, ...], BeforeValidator(lambda value: _items(value, _words))]
+"""Numbers, likewise."""
+Paths = Annotated[tuple[Path, ...], BeforeValidator(lambda value: _items(value, lambda text: [text]))]
+"""Paths; as they may hold commas, several are a list, or a flag that is repeated."""
+JoinedNames = Annotated[str, BeforeValidator(_joined)]
+"""Names as one text, separated by commas."""
+NamedValues = Annotated[dict[str, Any], BeforeValidator(_named_values)]
+"""Values by name."""
+
+
+class HardwareSettings(Settings):
+    """Options that say what a run has."""
+
+    group = "Hardware"
+
+    hardware: str | None = Field(
+        None, description="[[NODESx]GPUSx]GPU such as 8xA100-80GB or 4x8xH100-80GB, a YAML file, or local"
+    )
+    host_memory: str | None = Field(None, description="Memory of one node, such as 1TB")
+    nvme: str | None = Field(None, description="NVMe of one node as PATH:SIZE, such as /local_nvme:3.5TB")
+
+
+class TrainingSettings(Settings):
+    """Options that every planned training has."""
+
+    group = "Training"
+
+    micro_batch_size: int | Literal["auto"] = Field(
+        "auto", description="Sequences of one forward pass on one rank, or auto"
+    )
+    global_batch_size: int | None = Field(None, ge=1, description="Sequences of one optimizer step over all ranks")
+    optimizer: str = Field("adamw_torch_fused", description="A name of the Trainer's optim")
+    lora_rank: int = Field(16, ge=1, description="Rank of the LoRA matrices")
+    lora_targets: JoinedNames = Field("all-linear", description="Module names separated by commas, or all-linear")
+    gradient_checkpointing: Switch = Field("auto", description="Recompute each layer in the backward pass")
+    strategy: StrategyName = Field("auto", description="Engine and stage")
+    offload: OffloadName = Field(
+        "auto", description="Where optimizer states, and with cpu-all also parameters, may live"
+    )
+    teacher_placement: TeacherPlacementChoice = Field(
+        "auto", description="replica (whole on every rank), sharded, offloaded (host memory), quantized (4 bit), cached"
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+
+def settings_of(kind: type[Kind], stated: Mapping[str, Any]) -> Kind:
+    """Return settings of a kind from values by name.
+
+    Raises:
+        UsageError: unknown names and values that are not allowed, all together.
+    """
+    try:
+        return kind.model_validate(dict(stated))
+    except ValidationError as error:
+        raise UsageError(faults_of(error, kind)) from None
+
+
+def faults_of(error: ValidationError, kind: type[BaseModel]) -> list[Fault]:
+    """Return one fault for each option that pydantic refused."""
+    details: dict[str, list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        details.setdefault(str(detail["loc"][0]) if detail["loc"] else "", []).append(detail)
+    return [_fault(name, found, kind) for name, found in details.items()]
+
+
+def _fault(name: str, details: list[Any], kind: type[BaseModel]) -> Fault:
+    first = details[0]
+    if first["type"] == "extra_forbidden":
+        return unknown_fault(name, kind.model_fields)
+    if first["type"] == "missing":
+        return Fault(where=name, rule="is missing", fix=f"give --{name.replace('_', '-')}")
+    value = first["input"]
+    if isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
+        value = parsed(value)
+    if value is None:
+        return Fault(where=name, rule="must not be null", fix="leave it out to get its default")
+    rules = dict.fromkeys(_rule(detail) for detail in details)
+    field = kind.model_fields.get(name)
+    choices = [] if field is None else _choices(field.annotation)
+    near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+    rule = " or ".join(rules).replace(" or must be ", " or ")
+    return Fault(where=name, value=value, rule=rule, fix=f"did you mean {near[0]}?" if near else "")
+
+
+def _rule(detail: Mapping[str, Any]) -> str:
+    text = str(detail["msg"]).partition(", unable to")[0].removeprefix("Value error, ")
+    return text.replace("Input should be", "must be").replace("a valid integer", "an integer")
+
+
+def _choices(annotation: Any) -> list[str]:
+    options = get_args(annotation)
+    return [item for option in options for item in ([option] if isinstance(option, str) else _choices(option))]
+
+
+def unknown_fault(name: str, known: Iterable[str], *, where: str | None = None) -> Fault:
+    """Return that a name is no option, with the nearest one that is."""
+    names = list(known)
+    near = get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
+    fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+    return Fault(where=where or name, rule="is not a setting", fix=fix)
