@@ -9,7 +9,7 @@ import torch
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
+from shardwright.ds_configs.plan.training_arguments import planned_training_arguments
 from shardwright.ds_configs.search.choice import Evaluated
 from shardwright.ds_configs.specs.hardware import HardwareSpec
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -56,7 +56,7 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
 
 def _settings(plan: Plan) -> dict[str, Any]:
     strategy = plan.chosen.strategy
-    settings = planned_arguments(plan) | {
+    settings = planned_training_arguments(plan) | {
         "output_dir": tempfile.gettempdir(),
         "max_steps": STEPS,
         "report_to": "none",

@@ -16,7 +16,7 @@ from parallel_memory_cases import Case
 from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
 from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.plan.training_arguments import training_arguments as planned_arguments
+from shardwright.ds_configs.plan.training_arguments import planned_training_arguments
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
@@ -47,7 +47,7 @@ def main(cases_file: Path, output: Path) -> None:
 def measure(case: Case) -> MeterReading:
     """Train one case and return what lived on this rank in the last step."""
     plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
-    settings = planned_arguments(plan) | {
+    settings = planned_training_arguments(plan) | {
         "output_dir": tempfile.gettempdir(),
         "max_steps": STEPS,
         "report_to": "none",

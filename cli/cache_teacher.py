@@ -19,7 +19,7 @@ from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..trainers.distillation.cache.cache_job import CacheJob
-    from ..trainers.distillation.cache.cache_writer import Progress
+    from ..trainers.distillation.cache.cache_writer import CacheProgress
 
 _PROGRESS_INTERVAL_S = 5.0
 
@@ -72,7 +72,7 @@ class _ProgressLines:
     def __init__(self) -> None:
         self._next_s = 0.0
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: CacheProgress) -> None:
         now_s = time.monotonic()
         if now_s < self._next_s and progress.done_samples < progress.all_samples:
             return

@@ -6,7 +6,7 @@ Sources: accelerate/commands/launch.py, commands/config/config_args.py, utils/la
 from __future__ import annotations
 
 from .fsdp import check_fsdp
-from .keys import KeyWalker, Schema, load_keys, nearest
+from .keys import KeyWalker, Schema, load_keys, nearest_key
 from .parallelism import check_parallelism
 from .report import Report
 from .tree import Entry
@@ -62,7 +62,7 @@ def check_accelerate(report: Report, *, world_size: int | None) -> None:
 def _check_sagemaker(report: Report, schema: Schema) -> None:
     for entry in report.root.entries:
         if entry.key not in schema["sagemaker"]:
-            fix = nearest(entry.key, schema["sagemaker"])
+            fix = nearest_key(entry.key, schema["sagemaker"])
             report.error(entry.key, "unknown key; Accelerate refuses the file", fix, line=entry.line)
 
 
@@ -77,7 +77,7 @@ def _check_keys(report: Report, schema: Schema) -> None:
                 report.error(path, rule, f"pass --{key} to accelerate launch", line=line)
                 return
             owner = next((name for name, node in root.items() if key in node.get("keys", {})), "")
-            fix = f"move it into {owner}" if owner else nearest(key, list(root))
+            fix = f"move it into {owner}" if owner else nearest_key(key, list(root))
             report.error(path, "unknown key; Accelerate refuses the file", fix, line=line)
             return
         section = path.split(".")[0]
@@ -96,7 +96,7 @@ def _nearest_in(section: str, key: str, parent: Schema) -> str:
     if section == "parallelism_config" and f"parallelism_config_{key}" in known:
         return f"write parallelism_config_{key}: the prefix is required"
     prefix = parent.get("prefix") or "parallelism_config_" * (section == "parallelism_config")
-    return nearest(key if key.startswith(prefix) else prefix + key, known)
+    return nearest_key(key if key.startswith(prefix) else prefix + key, known)
 
 
 def _check_precision(report: Report) -> None:

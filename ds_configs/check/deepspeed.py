@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..quantization.compression_training import REMOVED_BLOCKS, message
 from .axes import check_axes
 from .batch import check_batch
-from .keys import KeyWalker, Schema, load_keys, nearest
+from .keys import KeyWalker, Schema, load_keys, nearest_key
 from .report import MAXIMUM_FINDINGS, Report
 from .tree import Entry
 from .zero import check_zero
@@ -75,7 +75,7 @@ def _check_keys(report: Report, schema: Schema, uses_transformers: bool) -> None
         effect = "refuses it" if parent["strict"] else "ignores it silently"
         elsewhere = _other_place(key, path, schema["root"])
         report.error(
-            path, f"unknown key; DeepSpeed {effect}", nearest(key, list(parent["keys"])) or elsewhere, line=line
+            path, f"unknown key; DeepSpeed {effect}", nearest_key(key, list(parent["keys"])) or elsewhere, line=line
         )
 
     def auto(path: str, node: Schema) -> None:
@@ -201,7 +201,7 @@ def _check_optimizer(report: Report, schema: Schema) -> None:
             else "no such optimizer in DeepSpeed or torch.optim"
         )
         choices = [*known["deepspeed"], *known["torch"]]
-        report.error("optimizer.type", rule, "use AdamW" if removed else nearest(name, choices))
+        report.error("optimizer.type", rule, "use AdamW" if removed else nearest_key(name, choices))
         return
     if name == "Adam" and not report.has("optimizer.params.adam_w_mode"):
         rule = "DeepSpeed runs AdamW under this name, with decoupled weight decay"
@@ -218,7 +218,7 @@ def _check_scheduler(report: Report, schema: Schema) -> None:
     if name not in schema["schedulers"]:
         choices = list(schema["schedulers"])
         listed = ", ".join(choices)
-        report.error("scheduler.type", f"must be one of {listed}", nearest(name, choices))
+        report.error("scheduler.type", f"must be one of {listed}", nearest_key(name, choices))
         return
     _check_arguments(report, "scheduler.params", schema["schedulers"][name], name)
 
@@ -241,7 +241,7 @@ def _check_arguments(report: Report, path: str, arguments: list[str] | None, nam
     for entry in node.entries[: MAXIMUM_FINDINGS + 1]:
         child = f"{path}.{entry.key}"
         if entry.key not in arguments and entry.key != "max_grad_norm":
-            report.error(child, f"{name} takes no such argument", nearest(entry.key, arguments))
+            report.error(child, f"{name} takes no such argument", nearest_key(entry.key, arguments))
         elif entry.node.scalar == "auto" and child not in filled:
             report.error(child, "Transformers does not fill this 'auto'", "write a value")
 

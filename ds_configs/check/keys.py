@@ -39,7 +39,7 @@ def load_keys(name: str) -> Schema:
     return schema
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest_key(name: str, known: list[str]) -> str:
     """Return advice that names the closest known key, or an empty string."""
     lowered = {key.lower(): key for key in known}
     close = difflib.get_close_matches(name.lower()[:100], list(lowered), n=1, cutoff=0.6)
@@ -124,7 +124,7 @@ class KeyWalker:
             chosen = value in choices or (schema.get("ignore_case") and str(value).lower() in folded)
             if isinstance(value, str) is not isinstance(choices[0], str) or not chosen:
                 listed = ", ".join(str(choice) for choice in choices)
-                fix = nearest(value, choices) if isinstance(value, str) and isinstance(choices[0], str) else ""
+                fix = nearest_key(value, choices) if isinstance(value, str) and isinstance(choices[0], str) else ""
                 self.report.error(path, f"must be one of {listed}", fix, value=value, line=node.line)
             return
         if isinstance(value, bool) or not isinstance(value, int | float):

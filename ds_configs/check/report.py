@@ -85,11 +85,11 @@ class Report:
 
     def _add(self, kind: Literal["error", "warning"], path: str, rule: str, fix: str, value: object, line: int) -> None:
         shown = self.value(path) if value is None else value
-        where = f"{self.filename}:{line or self.line(path)} {printable(path)}".rstrip()
+        where = f"{self.filename}:{line or self.line(path)} {printable_key(path)}".rstrip()
         self.findings.append(Finding(kind=kind, fault=Fault(where=where, value=shown, rule=rule, fix=fix)))
 
 
-def printable(text: str, longest: int = 200) -> str:
+def printable_key(text: str, longest: int = 200) -> str:
     """Return a key path on one line that any terminal can show."""
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:longest])
     return shown + "..." * (len(text) > longest)
@@ -104,7 +104,7 @@ def as_integer(value: object) -> int | None:
 
 def from_problem(problem: Problem, filename: str) -> Finding:
     """Turn a problem of the syntax into a finding."""
-    where = f"{filename}:{problem.line} {printable(problem.key)}".rstrip()
+    where = f"{filename}:{problem.line} {printable_key(problem.key)}".rstrip()
     fault = Fault(where=where, value=problem.value, rule=problem.rule, fix=problem.fix)
     return Finding(kind="warning" if problem.warning else "error", fault=fault)
 

@@ -132,8 +132,4 @@ def _smallest_largest(costs: Sequence[_StageCost], layers: int, stages: int, *, 
             high = middle
     ends = _ends(costs, [high, *others], layers, stages)
     assert ends is not None, "the upper limit can always be kept"
-    return max(cost(index, first, end) for index, (first, end) in enumerate(_borders(ends)))
-
-
-def _borders(ends: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return max(cost(index, first, end) for index, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)))

@@ -14,7 +14,7 @@ from .deepspeed import deepspeed_config
 from .launch import hostfile, launch_script, run_line, slurm_script
 from .plan import Plan
 from .plan_json import plan_to_dict
-from .training_arguments import training_arguments
+from .training_arguments import planned_training_arguments
 
 _CARRIERS = {
     "tp": "AutoTP of DeepSpeed; the launch line attaches TensorParallelCallback, which other scripts need too.",
@@ -37,7 +37,7 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
         "accelerate.yaml": header + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
         "launch.sh": launch_script(plan, header),
         "plan.json": _json(plan_to_dict(plan)),
-        "training_arguments.json": _json(training_arguments(plan)),
+        "training_arguments.json": _json(planned_training_arguments(plan)),
     }
     if plan.chosen.strategy.engine == "deepspeed":
         described = {"_shardwright": header_lines(plan, directory), **deepspeed_config(plan)}

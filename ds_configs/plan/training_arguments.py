@@ -18,7 +18,7 @@ FUSED_LOSS_ONLY = {
 """Liger's chunked head and loss without its other kernels, whose activations were not traced."""
 
 
-def training_arguments(plan: Plan) -> dict[str, Any]:
+def planned_training_arguments(plan: Plan) -> dict[str, Any]:
     """Return the keys of `TrainingArguments` that the plan decides; everything else stays the user's.
 
     With FSDP2 and accumulation the Trainer would leave gradients unsharded between micro-batches

@@ -159,7 +159,7 @@ def _bitsandbytes_tensors(scheme: QuantizationScheme, layer: LinearLayer, dtype:
     }
 
 
-def checkpoint_tensors(
+def quantized_tensors(
     scheme: QuantizationScheme,
     layers: Iterable[LinearLayer],
     source: Mapping[str, TensorShape],
@@ -201,7 +201,7 @@ def checkpoint_bytes(
         source: Tensors of the dense checkpoint, from its headers.
         dtype: Type that the model is loaded in.
     """
-    return tensor_bytes(checkpoint_tensors(scheme, layers, source, dtype=dtype).values())
+    return tensor_bytes(quantized_tensors(scheme, layers, source, dtype=dtype).values())
 
 
 def bits_per_weight(scheme: QuantizationScheme, layers: Sequence[LinearLayer], *, dtype: str = "bfloat16") -> float:

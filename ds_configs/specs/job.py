@@ -58,8 +58,6 @@ class OptimizerSpec:
     """`foreach` holds one fp32 temporary of all parameters stepped together, fused kernels none, factored ones two."""
     cpu_kernel: bool = False
     """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload needs."""
-    deepspeed_only: bool = False
-    """Whether only DeepSpeed builds it."""
     plain_tensors_only: bool = False
     """Whether its kernels refuse DTensors, so that FSDP2 cannot use it."""
 

@@ -159,7 +159,7 @@ def sample_shapes(family: str, count: int, *, adapter: Adapter = "none", seed: i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class TracedModel:
     """A model ready to be metered."""
 
     model: nn.Module
@@ -172,7 +172,7 @@ class Subject:
 
 def build_subject(
     family: str, size: Dimensions, *, mode: Mode, adapter: Adapter, lora_rank: int, checkpointing: bool
-) -> Subject:
+) -> TracedModel:
     """Builds one randomly initialised model in training mode, with adapters and checkpointing as asked."""
     config = AutoConfig.for_model(family, num_hidden_layers=size.num_layers, **_arguments(family, size))
     config.use_cache = False  # TrainingArguments.use_cache is False by default (transformers 5.17)
@@ -187,7 +187,7 @@ def build_subject(
     if checkpointing:
         enable_checkpointing(model)
     stack = base.transformer.h if family == "gpt2" else base.model.layers
-    return Subject(model=model, layers=list(stack), head=base.get_output_embeddings())
+    return TracedModel(model=model, layers=list(stack), head=base.get_output_embeddings())
 
 
 def _arguments(family: str, size: Dimensions) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Tracer:
             kept, checkpointed = saved, base
         spread = num_layers or sum(depths.values())
         head = base.head_start
-        outside = head - round(self._shallow_share(saved, depths))
+        outside = head - round(SHALLOW * sum(saved[name] for name in depths))
         return ActivationEstimate(
             saved_bytes_per_layer=ceil(sum(saved[name] * depths[name] for name in depths) / spread),
             checkpointed_bytes_per_layer=ceil(sum(kept[name] * depths[name] for name in depths) / spread),
@@ -124,10 +124,6 @@ class Tracer:
             deep = self.run(shallow | {name: DEEP}, seq_len_tokens, checkpointing=checkpointing)
             per_layer[name] = (deep.head_start - base.head_start) / (DEEP - SHALLOW)
         return per_layer, base
-
-    @staticmethod
-    def _shallow_share(per_layer: Mapping[str, float], depths: Mapping[str, int]) -> float:
-        return SHALLOW * sum(per_layer[name] for name in depths)
 
 
 def _prepare(config: Any) -> None:

@@ -142,7 +142,12 @@ def _faults(
     stored: str,
 ) -> list[Fault]:
     faults = [
-        Fault(where="method_options", value=name, rule="is no option of autoround", fix=f"known: format, {_listed()}")
+        Fault(
+            where="method_options",
+            value=name,
+            rule="is no option of autoround",
+            fix=f"known: format, {', '.join(_OPTIONS)}",
+        )
         for name in options
         if name != "format" and name not in _OPTIONS
     ]
@@ -164,10 +169,6 @@ def _faults(
         rule = "learns the rounding of decoder layers alone, and the head is among the targets"
         faults.append(Fault(where="method", value="autoround", rule=rule, fix=f"add {heads[0]} to --ignore"))
     return faults
-
-
-def _listed() -> str:
-    return ", ".join(_OPTIONS)
 
 
 def _compressor(

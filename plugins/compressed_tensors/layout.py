@@ -37,7 +37,7 @@ _DEFAULTS: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True,
 """What compressed-tensors 0.19.0 takes where an argument is not stated (`quantization/quant_args.py`)."""
 
 
-def layout_faults(
+def layout_differences(
     directory: Path,
     scheme: QuantizationScheme | None,
     layers: Iterable[LinearLayer],

@@ -54,7 +54,7 @@ def configuration_faults(configuration: Mapping[str, Any], model_config: Any, ep
     return faults
 
 
-def parallelism_faults(arguments: Any, model_config: Any, ep: int) -> list[Fault]:
+def expert_parallelism_faults(arguments: Any, model_config: Any, ep: int) -> list[Fault]:
     """Return the faults of :func:`..ds_configs.legality.expert.expert_faults` for a run that is about to start.
 
     `arguments` are `TrainingArguments`.
@@ -83,7 +83,7 @@ def parallelism_faults(arguments: Any, model_config: Any, ep: int) -> list[Fault
     )
 
 
-def model_faults(model: Any) -> list[Fault]:
+def expert_model_faults(model: Any) -> list[Fault]:
     """Return why AutoEP could not take the experts of a model over without changing what it computes."""
     if any(getattr(module, "_is_autoep_layer", False) for module in model.modules()):
         rule = "was divided by an earlier training, and keeps a part of its experts"
@@ -127,7 +127,7 @@ def mark_expert_groups(optimizer: Any, model: Any, ep: int) -> None:
     Raises:
         UsageError: the model has no experts left to divide, because an earlier training divided it.
     """
-    faults = model_faults(model)
+    faults = expert_model_faults(model)
     if faults:
         raise UsageError(faults)
     experts = {id(parameter) for parameter in _expert_parameters(model).values()}
@@ -154,7 +154,11 @@ def clip_by_the_whole_norm(engine: Any) -> None:
         import torch.distributed as dist
 
         # Averaged over their data-parallel ranks already, both kinds.
-        gradients = [(each.grad, _is_expert(each)) for each in engine.module.parameters() if each.grad is not None]
+        gradients = [
+            (each.grad, getattr(each, "allreduce", True) is False)
+            for each in engine.module.parameters()
+            if each.grad is not None
+        ]
         squares = torch.zeros(2, dtype=torch.float32, device=engine.device)
         for gradient, is_expert in gradients:
             squares[int(is_expert)] += torch.linalg.vector_norm(gradient, dtype=torch.float32) ** 2
@@ -167,10 +171,6 @@ def clip_by_the_whole_norm(engine: Any) -> None:
             gradient.mul_(scale)
 
     engine.clip_fp32_gradients = clip
-
-
-def _is_expert(parameter: Any) -> bool:
-    return getattr(parameter, "allreduce", True) is False
 
 
 def _expert_parameters(model: Any) -> dict[str, Any]:

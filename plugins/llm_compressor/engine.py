@@ -112,11 +112,6 @@ def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress)
     return CompressedModel(model=request.model, quantized_layers=_quantized_names(request.model))
 
 
-def needs_calibration(scheme: QuantizationScheme, method: EngineMethod) -> bool:
-    """Return whether samples are needed, where no option asks for an observer that needs them."""
-    return method != "rtn" or scheme.activations_are_static
-
-
 class _NoTokenizer:
     """Stands where `oneshot` 0.14.0.1 demands a processor for any data, or loads one by the model's name."""
 

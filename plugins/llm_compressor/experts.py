@@ -31,7 +31,7 @@ def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str])
     return tuple(layers)
 
 
-def expert_faults(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[Fault]:
+def unloadable_expert_faults(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[Fault]:
     """Return why experts among the layers that a scheme selects cannot be quantized so that Transformers loads them.
 
     transformers 5.17.0, `integrations/compressed_tensors.py`: weights of experts are decompressed from `weight_packed`

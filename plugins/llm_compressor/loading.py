@@ -57,7 +57,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         ShardwrightError: the Hub cannot be reached.
     """
     source = read_model_source(model, revision=revision)
-    faults = config_faults(source)
+    faults = unquantizable_faults(source)
     if faults:
         raise RefusedInputError(faults)
     directory = _snapshot(source)
@@ -88,7 +88,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     )
 
 
-def config_faults(source: ModelSource) -> list[Fault]:
+def unquantizable_faults(source: ModelSource) -> list[Fault]:
     """Return why a configuration rules quantization out: quantized already, or code of its own."""
     config, where, faults = source.config, source.name, []
     stated = config.get("quantization_config") or config.get("compression_config")

@@ -108,7 +108,9 @@ def load_teacher(
         raise UsageError(
             Fault(where="teacher_placement", value="cached", rule="reads a cache, there is nothing to load")
         )
-    partitioned = placement in ("sharded", "offloaded") and engine != "fsdp2" and _launched_ranks() > 1
+    partitioned = (
+        placement in ("sharded", "offloaded") and engine != "fsdp2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    )
     with weights_on_every_rank(), _partitioning(sharded=partitioned, offloaded=placement == "offloaded", dtype=dtype):
         teacher = AutoModelForCausalLM.from_pretrained(
             name,
@@ -123,10 +125,6 @@ def load_teacher(
         )
     teacher.requires_grad_(False)
     return teacher.eval()
-
-
-def _launched_ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _own_device() -> str:

@@ -193,7 +193,9 @@ def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tupl
         text = rows[0]["text"]
         end = round(len(text) * (1 - fraction))
         return [{"text": text[:end]}], [{"text": text[end:]}]
-    digests = [hashlib.sha256(f"{seed}\n{_canonical(row)}".encode()).digest() for row in rows]
+    digests = [
+        hashlib.sha256(f"{seed}\n{json.dumps(row, sort_keys=True, default=str)}".encode()).digest() for row in rows
+    ]
     equal_rows, wanted, taken = Counter(digests), max(1, round(len(rows) * fraction)), set()
     # The last one stays, so that there is always something to train on.
     for digest in sorted(equal_rows)[:-1]:
@@ -203,10 +205,6 @@ def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tupl
         wanted -= equal_rows[digest]
     kept = [row for row, digest in zip(rows, digests, strict=True) if digest not in taken]
     return kept, [row for row, digest in zip(rows, digests, strict=True) if digest in taken]
-
-
-def _canonical(row: Row) -> str:
-    return json.dumps(row, sort_keys=True, default=str)
 
 
 def _text_maker(tokenizer: Any, seq_len: int, packing: bool) -> _Maker:

@@ -14,7 +14,7 @@ from ...plugins.launching.notes import note
 from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
 from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch
-from .config import DistillationConfig, OnPolicy
+from .config import DistillationConfig
 from .on_policy import completed_by_student, is_generated
 from .projector_files import load_projectors, save_projectors, split_projectors
 from .student_step import StudentStep

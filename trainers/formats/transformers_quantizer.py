@@ -37,10 +37,6 @@ class _Dequantize(ConversionOps):
         return {known["full_layer_name"]: read_matrix(layer, settings, parts, where="small format").dequantize()}
 
 
-def _dequantizes(conversion: Any) -> bool:
-    return isinstance(conversion, WeightConverter) and isinstance(conversion.operations[0], _Dequantize)
-
-
 @register_quantizer(QUANT_METHOD)
 class SmallFormatQuantizer(HfQuantizer):
     """Loads packed matrices as dense weights and leaves a model without a quantization config."""
@@ -62,7 +58,11 @@ class SmallFormatQuantizer(HfQuantizer):
         """Make the model an ordinary dense one."""
         del model.config.transformers_weights
         # Saving would undo every conversion of loading (transformers 5.17.0, `revert_weight_conversion`).
-        kept = [each for each in model._weight_conversions if not _dequantizes(each)]
+        kept = [
+            each
+            for each in model._weight_conversions
+            if not (isinstance(each, WeightConverter) and isinstance(each.operations[0], _Dequantize))
+        ]
         model._weight_conversions = kept or None
         self.remove_quantization_config(model)
         return model

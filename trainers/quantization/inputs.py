@@ -23,7 +23,7 @@ from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import checkpoint_bytes, tensor_bytes
 from ...ds_configs.specs.errors import DoesNotFitError, Fault, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
-from ...plugins.llm_compressor.experts import expert_faults
+from ...plugins.llm_compressor.experts import unloadable_expert_faults
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
@@ -105,10 +105,12 @@ def prepare(
     scheme, own_format = _scheme_for(resolved, source), METHODS[resolved.method].engine == "shardwright"
     layers = selected_layers(scheme, source.layers)
     faults += scheme_faults(scheme, source.layers, layers)
-    faults += (_own_format_faults(resolved.method, layers) if own_format else []) + expert_faults(scheme, layers)
+    faults += (_own_format_faults(resolved.method, layers) if own_format else []) + unloadable_expert_faults(
+        scheme, layers
+    )
     samples, tokenizer, seq_len = None, None, settings.seq_len
     with collecting(faults):
-        tokenizer = _tokenizer(source)
+        tokenizer = load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
         samples, seq_len = _samples(settings, source, tokenizer, notify)
     if faults:
         raise UsageError(faults)
@@ -174,10 +176,6 @@ def _samples(
     if min(found, settings.num_samples) * seq_len < _FEWEST_USEFUL_TOKENS:
         notify("the calibration text is very short: ranges and second moments will be noisy")
     return samples, seq_len
-
-
-def _tokenizer(source: QuantizationSource) -> Any:
-    return load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
 
 
 def _memory(

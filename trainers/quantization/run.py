@@ -17,6 +17,7 @@ from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
+from ..evaluation.inputs import default_device
 from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows
 from ..formats.model_directory import copy_companions
@@ -104,7 +105,7 @@ def run_prepared(
                 prepared, journal=journal_directory(output_dir), device=device or default_device(), report=report
             )
         with _timed(seconds, "writing"):
-            reference = reference_logits(quantized.model, probe_tokens(prepared))
+            reference = reference_logits(quantized.model, verification_tokens(prepared))
             layers = quantized.quantized_layers
             loads = getattr(quantized, "loads_in_transformers", True)
             quantized.save(staging)
@@ -150,14 +151,7 @@ def _verified(prepared: Prepared, staging: Path, reference: ReferenceLogits) -> 
     )
 
 
-def default_device() -> str:
-    """Return the accelerator where there is one."""
-    import torch
-
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def probe_tokens(prepared: Prepared) -> list[list[int]]:
+def verification_tokens(prepared: Prepared) -> list[list[int]]:
     """Return the tokens that the checkpoint must answer as the model in memory does: held-out text, else any."""
     if prepared.samples is not None and (prepared.samples.evaluation or prepared.samples.train):
         samples = prepared.samples.evaluation or prepared.samples.train

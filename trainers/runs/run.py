@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.training_arguments import training_arguments as planned_arguments
+from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
 from ...ds_configs.plan.write import write_files
 from ..data.samples import Samples
 from .checkpoints import CHECKPOINTS

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
-from ...plugins.compressed_tensors.layout import layout_faults
+from ...plugins.compressed_tensors.layout import layout_differences
 from ...plugins.launching.elastic import signal_name
 from ...plugins.launching.launch import interpreter
 from ...plugins.safetensors.reading import load_tensors
@@ -113,7 +113,7 @@ def verify_checkpoint(
         tolerance: Largest allowed difference of a logit.
         timeout_seconds: When the fresh process is given up.
     """
-    faults = layout_faults(directory, scheme, layers, expected_bytes=expected_bytes)
+    faults = layout_differences(directory, scheme, layers, expected_bytes=expected_bytes)
     packed = 0 if scheme is None or faults else len(layers)
     difference = None
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as work:

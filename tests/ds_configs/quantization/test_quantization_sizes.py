@@ -19,8 +19,8 @@ from shardwright.ds_configs.quantization.sizes import (
     SAFETENSORS_DTYPES,
     bits_per_weight,
     checkpoint_bytes,
-    checkpoint_tensors,
     packed_tensors,
+    quantized_tensors,
     tensor_bytes,
 )
 from shardwright.ds_configs.specs.errors import UsageError
@@ -129,14 +129,14 @@ def test_a_whole_checkpoint_has_the_computed_tensors_and_bytes(name, tied):
     for module in model.modules():
         compress_module(module)
     written = {name: tensor for name, tensor in stored(model.state_dict()).items() if name not in leave_out}
-    assert checkpoint_tensors(scheme, chosen, source) == written
+    assert quantized_tensors(scheme, chosen, source) == written
     assert checkpoint_bytes(scheme, chosen, source) == tensor_bytes(written.values())
 
 
 def test_dense_tensors_are_saved_in_the_type_that_is_loaded():
     source = {"embed.weight": ((8, 4), "float32"), "up.weight": ((4, 128), "float32"), "steps": ((1,), "int64")}
     layers = [LinearLayer(name="up", out_features=4, in_features=128)]
-    tensors = checkpoint_tensors(PRESETS["W4A16"], layers, source, dtype="bfloat16")
+    tensors = quantized_tensors(PRESETS["W4A16"], layers, source, dtype="bfloat16")
     assert tensors["embed.weight"] == ((8, 4), "bfloat16")
     assert tensors["steps"] == ((1,), "int64")
     assert "up.weight" not in tensors

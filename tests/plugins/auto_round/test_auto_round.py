@@ -14,7 +14,7 @@ from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.auto_round.engine import equal_rows, quantize_with_auto_round
 from shardwright.plugins.compressed_tensors.codes import dequantize, unpack_tensors
-from shardwright.plugins.compressed_tensors.layout import layout_faults
+from shardwright.plugins.compressed_tensors.layout import layout_differences
 from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from small_models import llama
@@ -79,7 +79,7 @@ def test_the_checkpoint_is_the_model(source, tmp_path, name):
     packed = dequantize(stored.codes, stored.scale, stored.zero_point, scheme.weights).float()
     assert (packed - learned).abs().max() <= learned.abs().max() * 2**-7
     layers = tuple(layer for layer in source.layers if layer.name in found.quantized_layers)
-    assert layout_faults(tmp_path, scheme, layers) == []
+    assert layout_differences(tmp_path, scheme, layers) == []
     assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
     after, loading = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype="auto", trust_remote_code=False, output_loading_info=True

@@ -12,7 +12,7 @@ from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.layers import LinearLayer
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.quantization.sizes import packed_tensors, tensor_bytes
-from shardwright.plugins.compressed_tensors.layout import layout_faults
+from shardwright.plugins.compressed_tensors.layout import layout_differences
 
 LAYERS = tuple(LinearLayer(name=f"model.layers.{index}.up_proj", out_features=24, in_features=64) for index in (0, 1))
 SCHEMES = {
@@ -45,8 +45,8 @@ def test_what_is_right_has_no_fault(tmp_path, scheme):
     norm = (((64,), "bfloat16"),)
     parts = [part for layer in LAYERS for part in packed_tensors(scheme, layer, "bfloat16").values()]
     size = tensor_bytes([*norm, *parts])
-    assert layout_faults(written(tmp_path, scheme), scheme, LAYERS, expected_bytes=size) == []
-    found = layout_faults(tmp_path, scheme, LAYERS, expected_bytes=size + 1)
+    assert layout_differences(written(tmp_path, scheme), scheme, LAYERS, expected_bytes=size) == []
+    found = layout_differences(tmp_path, scheme, LAYERS, expected_bytes=size + 1)
     assert found == [f"tensors take {size} bytes, computed were {size + 1}"]
 
 
@@ -55,7 +55,7 @@ def test_every_lost_part_is_named(tmp_path, scheme):
     for part in packed_tensors(scheme, LAYERS[1], "bfloat16"):
         tensors = tensors_of(scheme)
         del tensors[f"{LAYERS[1].name}.{part}"]
-        (found,) = layout_faults(written(tmp_path, scheme, tensors), scheme, LAYERS)
+        (found,) = layout_differences(written(tmp_path, scheme, tensors), scheme, LAYERS)
         assert found.startswith(f"{LAYERS[1].name}.{part} is missing") or f"{LAYERS[1].name} is dense" in found
 
 
@@ -79,7 +79,7 @@ def test_wrong_and_superfluous_tensors_are_named(tmp_path, change, words):
     scheme = SCHEMES["W4A16"]
     tensors = tensors_of(scheme)
     change(tensors)
-    (found,) = layout_faults(written(tmp_path, scheme, tensors), scheme, LAYERS)
+    (found,) = layout_differences(written(tmp_path, scheme, tensors), scheme, LAYERS)
     assert words in found
 
 
@@ -87,26 +87,26 @@ def test_a_dense_layer_is_named(tmp_path):
     scheme = SCHEMES["W4A16"]
     tensors = {name: tensor for name, tensor in tensors_of(scheme).items() if LAYERS[0].name not in name}
     tensors[f"{LAYERS[0].name}.weight"] = torch.zeros(24, 64, dtype=torch.bfloat16)
-    (found,) = layout_faults(written(tmp_path, scheme, tensors), scheme, LAYERS)
+    (found,) = layout_differences(written(tmp_path, scheme, tensors), scheme, LAYERS)
     assert found.startswith(f"{LAYERS[0].name} is dense")
 
 
 def test_a_dense_checkpoint_may_hold_nothing_packed(tmp_path):
     scheme = SCHEMES["W4A16"]
     written(tmp_path, scheme)
-    assert len(layout_faults(tmp_path, None, LAYERS)) == 2
+    assert len(layout_differences(tmp_path, None, LAYERS)) == 2
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
-    assert layout_faults(tmp_path, None, LAYERS) == []
+    assert layout_differences(tmp_path, None, LAYERS) == []
 
 
 def test_a_configuration_that_says_something_else_is_told(tmp_path):
     scheme = SCHEMES["W4A16"]
     other = quantization_config(changed(scheme, group_size=16, symmetric=False))
-    found = " ".join(layout_faults(written(tmp_path, scheme, quantization_config=other), scheme, LAYERS))
+    found = " ".join(layout_differences(written(tmp_path, scheme, quantization_config=other), scheme, LAYERS))
     assert "group_size is 16, not 32" in found and "symmetric is" in found
-    found = layout_faults(written(tmp_path, scheme, quantization_config=None), scheme, LAYERS)
+    found = layout_differences(written(tmp_path, scheme, quantization_config=None), scheme, LAYERS)
     assert found == ["config.json: quantization_config is missing"]
-    found = layout_faults(written(tmp_path, scheme, quantization_config={"quant_method": "gptq"}), scheme, LAYERS)
+    found = layout_differences(written(tmp_path, scheme, quantization_config={"quant_method": "gptq"}), scheme, LAYERS)
     assert "quant_method is 'gptq'" in found[0]
 
 
@@ -116,7 +116,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path):
     written(tmp_path, scheme)
     names = dict.fromkeys([*list(tensors)[1:], "model.lost.weight"], "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    found = layout_faults(tmp_path, scheme, LAYERS)
+    found = layout_differences(tmp_path, scheme, LAYERS)
     assert any("'model.lost.weight': is listed in model.safetensors, which lacks it" in fault for fault in found)
     assert any("'model.norm.weight': is in model.safetensors, and not listed" in fault for fault in found)
 
@@ -126,5 +126,5 @@ def test_a_damaged_file_is_told(tmp_path):
     written(tmp_path, scheme)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    (found,) = layout_faults(tmp_path, scheme, LAYERS)
+    (found,) = layout_differences(tmp_path, scheme, LAYERS)
     assert "is not a whole safetensors file" in found

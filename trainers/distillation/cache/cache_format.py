@@ -82,7 +82,7 @@ class RecordFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class CachedAnswers:
     """What a teacher says of N tokens, before or after coding."""
 
     ids_NK: Any
@@ -93,7 +93,7 @@ class Answers:
     """fp32 log of the mass outside the K ids, for each temperature; -inf where there is none."""
 
 
-def encode(answers: Answers, layout: RecordFormat) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def encode(answers: CachedAnswers, layout: RecordFormat) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return records, uint8 [N, record_bytes]."""
     ids, depths = np.asarray(answers.ids_NK, dtype=np.int64), np.asarray(answers.depths_NK, dtype=np.float32)
     rows = len(ids)
@@ -114,7 +114,7 @@ def encode(answers: Answers, layout: RecordFormat) -> np.ndarray[Any, np.dtype[n
     return np.concatenate([packed, np.ascontiguousarray(numbers).view(np.uint8)], axis=1)
 
 
-def decode(records: np.ndarray[Any, np.dtype[np.uint8]], layout: RecordFormat) -> Answers:
+def decode(records: np.ndarray[Any, np.dtype[np.uint8]], layout: RecordFormat) -> CachedAnswers:
     """Return what records hold.
 
     Raises:
@@ -128,10 +128,10 @@ def decode(records: np.ndarray[Any, np.dtype[np.uint8]], layout: RecordFormat) -
     codes = _numbers(records, low_end + layout.high_bits, k, layout.value_bits)
     numbers = np.ascontiguousarray(records[:, layout.packed_bytes :]).view(np.float16).astype(np.float32)
     share = codes.astype(np.float32) / np.float32(2**layout.value_bits - 1)
-    return Answers(ids_NK=ids, depths_NK=numbers[:, :1] * share**2, log_tail_NT=numbers[:, 1:])
+    return CachedAnswers(ids_NK=ids, depths_NK=numbers[:, :1] * share**2, log_tail_NT=numbers[:, 1:])
 
 
-def log_probabilities(answers: Answers, layout: RecordFormat, temperature: float) -> tuple[Any, Any]:
+def log_probabilities(answers: CachedAnswers, layout: RecordFormat, temperature: float) -> tuple[Any, Any]:
     """Return log-probabilities [N, K] of the ids and of all others [N] at a stored temperature.
 
     What rounding did to the K is spread over them, so that they and the others add up to one.

@@ -15,7 +15,7 @@ from ...data.models import StartingModel, check_seq_len, load_config, load_token
 from ...data.samples import Samples, load_samples
 from ...data.settings import DataSettings
 from .cache_format import RecordFormat
-from .cache_writer import Progress, cache_key, finished_shards, weights_identity, write_cache
+from .cache_writer import CacheProgress, cache_key, finished_shards, weights_identity, write_cache
 from .teacher_cache import CacheKey, TeacherCache
 
 
@@ -96,7 +96,7 @@ def _samples(settings: CacheSettings, tokenizer: Any) -> Samples:
     )
 
 
-def run_cache_job(job: CacheJob, directory: Path, *, on_progress: Callable[[Progress], None]) -> TeacherCache:
+def run_cache_job(job: CacheJob, directory: Path, *, on_progress: Callable[[CacheProgress], None]) -> TeacherCache:
     """Load the teacher and store its answers.
 
     Raises:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError
 from ...losses.head_forward import UnknownLogitsError, accepted_inputs, captured_head_input
-from .cache_format import Answers, RecordFormat, encode
+from .cache_format import CachedAnswers, RecordFormat, encode
 from .teacher_cache import (
     MANIFEST,
     CacheKey,
-    Shard,
+    CacheShard,
     TeacherCache,
     file_sha256,
     key_faults,
@@ -34,7 +34,7 @@ CHUNK_ROWS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class CacheProgress:
     """How far writing is."""
 
     done_samples: int
@@ -96,7 +96,7 @@ def write_cache(
     *,
     batch_size: int,
     device: Any,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[CacheProgress], None] | None = None,
 ) -> TeacherCache:
     """Store the answers to samples that the directory does not hold yet, each sample once, and return the cache.
 
@@ -115,7 +115,9 @@ def write_cache(
         speed = tokens / max(1e-9, time.monotonic() - started)
         left_s = (all_tokens - tokens) / speed
         if on_progress is not None:
-            on_progress(Progress(done_samples=done, all_samples=all_samples, tokens_per_s=speed, remaining_s=left_s))
+            on_progress(
+                CacheProgress(done_samples=done, all_samples=all_samples, tokens_per_s=speed, remaining_s=left_s)
+            )
 
     for group in _groups(missing):
         records = []
@@ -129,7 +131,7 @@ def write_cache(
     return TeacherCache.open(directory, key)
 
 
-def finished_shards(directory: Path, key: CacheKey) -> list[Shard]:
+def finished_shards(directory: Path, key: CacheKey) -> list[CacheShard]:
     """Return the files that a directory holds of a cache; none where it holds no cache.
 
     Raises:
@@ -149,7 +151,7 @@ def finished_shards(directory: Path, key: CacheKey) -> list[Shard]:
 
 def _missing(
     directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]
-) -> tuple[list[Shard], list[Sequence[int]]]:
+) -> tuple[list[CacheShard], list[Sequence[int]]]:
     """Return the finished shards, whose content is checked, and the samples that none of them holds."""
     shards = finished_shards(directory, key)
     seen: set[bytes] = set()
@@ -188,7 +190,7 @@ def _batches(samples: list[Sequence[int]], batch_size: int) -> Iterator[list[Seq
         yield samples[first : first + batch_size]
 
 
-def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], records: list[Any]) -> Shard:
+def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], records: list[Any]) -> CacheShard:
     import numpy as np
     from safetensors.numpy import save
 
@@ -202,7 +204,7 @@ def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], rec
     name = f"answers-{number:05d}.safetensors"
     content = save(arrays)
     write_files({name: content}, directory, force=True)
-    return Shard(
+    return CacheShard(
         file=name,
         rows=int(lengths.sum()),
         samples=len(samples),
@@ -213,7 +215,7 @@ def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], rec
 
 def teacher_answers(
     teacher: Any, samples: Sequence[Sequence[int]], layout: RecordFormat, device: Any
-) -> Iterator[Answers]:
+) -> Iterator[CachedAnswers]:
     """Run a placed teacher on a batch of samples and return what it says of every token, some rows at a time.
 
     Raises:
@@ -239,7 +241,9 @@ def teacher_answers(
             yield answers_of(head.logits(chunk_nH.to(head.weight_VH.dtype)), layout)
 
 
-def _own_logits(teacher: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, layout: RecordFormat) -> Iterator[Answers]:
+def _own_logits(
+    teacher: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, layout: RecordFormat
+) -> Iterator[CachedAnswers]:
     """Return what a teacher says whose logits come of more than a head."""
     import torch
 
@@ -249,7 +253,7 @@ def _own_logits(teacher: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, layou
         yield answers_of(chunk_nV, layout)
 
 
-def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> Answers:
+def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> CachedAnswers:
     """Return the K likeliest of the first V tokens with everything that a record holds, computed in fp32.
 
     Raises:
@@ -271,7 +275,7 @@ def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> Answers:
         (rest_NV / temperature).logsumexp(dim=-1) - (below_NV / temperature).logsumexp(dim=-1)
         for temperature in layout.temperatures
     ]
-    return Answers(
+    return CachedAnswers(
         ids_NK=ids_NK.cpu().numpy(),
         depths_NK=-below_NV.gather(1, ids_NK).cpu().numpy(),
         log_tail_NT=torch.stack(tails, dim=1).cpu().numpy(),

@@ -15,7 +15,7 @@ from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ....plugins.safetensors.reading import check_names, read_header
 from ...losses.objective import TopKTargets
-from .cache_format import Answers, RecordFormat, decode, log_probabilities
+from .cache_format import CachedAnswers, RecordFormat, decode, log_probabilities
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def key_faults(found: CacheKey, expected: CacheKey, directory: Path) -> list[Fau
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class CacheShard:
     """One file of records."""
 
     file: str
@@ -77,7 +77,7 @@ class Shard:
     """Of the whole file."""
 
 
-def write_manifest(directory: Path, key: CacheKey, shards: Sequence[Shard]) -> None:
+def write_manifest(directory: Path, key: CacheKey, shards: Sequence[CacheShard]) -> None:
     """Write what the cache holds, under a temporary name first.
 
     Raises:
@@ -87,7 +87,7 @@ def write_manifest(directory: Path, key: CacheKey, shards: Sequence[Shard]) -> N
     write_files({MANIFEST: json.dumps(content, indent=1) + "\n"}, directory, force=True)
 
 
-def read_manifest(directory: Path) -> tuple[CacheKey, list[Shard]]:
+def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
     """Return whose answers a directory holds, and its files.
 
     Raises:
@@ -101,7 +101,7 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[Shard]]:
             raise RefusedInputError(Fault(where=where, rule=rule, fix="write it again"))
         stored = content["key"]
         layout = RecordFormat(**{**stored["layout"], "temperatures": tuple(stored["layout"]["temperatures"])})
-        key, shards = CacheKey(**{**stored, "layout": layout}), [Shard(**shard) for shard in content["shards"]]
+        key, shards = CacheKey(**{**stored, "layout": layout}), [CacheShard(**shard) for shard in content["shards"]]
     except FileNotFoundError as error:
         rule = f"has no {MANIFEST}"
         raise RefusedInputError(
@@ -130,7 +130,7 @@ class TeacherCache:
     Every position of every stored sample is a row; rows are numbered through all files. Files are mapped, not read.
     """
 
-    def __init__(self, directory: Path, key: CacheKey, shards: Sequence[Shard]) -> None:
+    def __init__(self, directory: Path, key: CacheKey, shards: Sequence[CacheShard]) -> None:
         self.directory, self.key = directory, key
         self._records: list[Any] = []
         self._first_rows = [0]
@@ -184,7 +184,7 @@ class TeacherCache:
         first, length = found
         return list(range(first, first + length))
 
-    def answers(self, rows: Any) -> Answers:
+    def answers(self, rows: Any) -> CachedAnswers:
         """Return what rows hold, in their order.
 
         Raises:

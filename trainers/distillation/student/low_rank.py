@@ -23,10 +23,6 @@ class LowRank:
     """Smaller side of the matrix."""
     energy: float
     """Σ σ² of the kept singular values over Σ σ² of all; 1 for a matrix of zeros."""
-    largest: float
-    """Largest singular value."""
-    last_kept: float
-    """Smallest singular value that was kept."""
 
 
 def low_rank(
@@ -54,7 +50,5 @@ def low_rank(
         rank=rank,
         full_rank=full_rank,
         energy=float(squares_K[:rank].sum()) / total if total else 1.0,
-        largest=float(values_K[0]),
-        last_kept=float(values_K[rank - 1]),
     )
     return (weight_MN if rank == full_rank else product_MN.to(weight_MN.dtype)), found

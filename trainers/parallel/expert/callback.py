@@ -57,9 +57,9 @@ class ExpertParallelCallback(TrainerCallback):
         """
         size = self.expert_parallel_size
         configuration = deepspeed_configuration(training_arguments)
-        faults = auto_ep.parallelism_faults(training_arguments, model.config, size)
+        faults = auto_ep.expert_parallelism_faults(training_arguments, model.config, size)
         faults += auto_ep.configuration_faults(configuration or {}, model.config, size)
-        faults += auto_ep.model_faults(model)
+        faults += auto_ep.expert_model_faults(model)
         faults += _argument_faults(training_arguments, model.config)
         if faults:
             raise UsageError(faults)

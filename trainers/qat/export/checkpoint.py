@@ -23,7 +23,7 @@ from ....plugins.transformers.checkpoint_model import model_class
 from ...verify.checkpoint import Verification, fail_output
 from ..rounding.attachment import Attachment
 from ..rounding.kv_cache import PARTS, kv_cache_scheme
-from .files import write_adapter, write_companions, write_config, write_report
+from .files import write_adapter, write_companions, write_config, write_export_report
 from .tensors import (
     Collected,
     active_adapters,
@@ -189,7 +189,7 @@ class _Export:
                     kept = fail_output(staging, self.output, proof)
                     raise ShardwrightError(f"the checkpoint did not pass: {proof.reason}; it lies in {kept}")
                 answer |= {"largest_weight_difference": difference, "verification": asdict(proof)}
-            write_report(_report(attachment, answer, time.perf_counter() - started), staging)
+            write_export_report(_report(attachment, answer, time.perf_counter() - started), staging)
         return answer
 
     def _write_small_files(self, staging: Path, layers: Sequence[LinearLayer]) -> None:

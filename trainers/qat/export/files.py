@@ -79,7 +79,7 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, *,
     _write_json(settings, stated | {"base_model_name_or_path": str(base), "inference_mode": True})
 
 
-def write_report(report: Mapping[str, Any], directory: Path) -> None:
+def write_export_report(report: Mapping[str, Any], directory: Path) -> None:
     """Write what was exported and how it was proven."""
     _write_json(directory / REPORT, report)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.quantization.layers import LinearLayer
 from ....plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack_tensors
-from ....plugins.compressed_tensors.layout import layout_faults
+from ....plugins.compressed_tensors.layout import layout_differences
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.transformers.checkpoint_model import empty_model, model_class, plain_linear
 from ...verify.checkpoint import UNPROVEN, ReferenceLogits, Verification, reference_logits, verify_checkpoint
@@ -145,7 +145,7 @@ def proven(
                 directory, reference=logits, layers=layers, scheme=attachment.scheme, tolerance=tolerance
             )
     else:
-        faults = tuple(layout_faults(directory, attachment.scheme, layers))
+        faults = tuple(layout_differences(directory, attachment.scheme, layers))
         proof = replace(UNPROVEN, faults=faults, packed_layers=0 if faults else len(layers))
     if difference != 0.0:
         fault = f"written matrices differ from the trained ones by {difference:g}"

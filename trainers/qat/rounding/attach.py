@@ -12,7 +12,7 @@ from ....ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, sche
 from ....ds_configs.quantization.mixtures import expert_scheme
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....ds_configs.specs.errors import Fault, UsageError
-from ....plugins.llm_compressor.experts import expert_faults, router_modules, router_patterns
+from ....plugins.llm_compressor.experts import router_modules, router_patterns, unloadable_expert_faults
 from .attachment import ATTRIBUTE, Attachment, QuantizationState, checkpoint_name
 from .config import QATConfig
 from .experts import expert_linear_layers, experts_faults, fake_quantize_experts, is_fused_experts
@@ -136,7 +136,7 @@ def _model_faults(
     if not layers:
         rule = "has no linear layers (layers that are quantized already cannot be trained)"
         return [Fault(where="model", value=type(model).__name__, rule=rule)]
-    faults = scheme_faults(scheme, layers, chosen) + expert_faults(expert_scheme(scheme), chosen)
+    faults = scheme_faults(scheme, layers, chosen) + unloadable_expert_faults(expert_scheme(scheme), chosen)
     faults += kv_cache_faults(model, config)
     if config.learns_scales and any(layer.is_expert for layer in chosen):
         rule = "are not learned for fused experts"

@@ -21,7 +21,7 @@ from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_format import RecordFormat, decode, encode, log_probabilities
 from shardwright.trainers.distillation.cache.cache_writer import (
-    Progress,
+    CacheProgress,
     answers_of,
     cache_key,
     teacher_answers,
@@ -243,7 +243,7 @@ def test_writing_goes_on_where_it_was(pair: Any, tmp_path: Path) -> None:
 
 def test_progress_is_told_at_every_batch(pair: Any, tmp_path: Path) -> None:
     teacher, _, rows = pair
-    told: list[Progress] = []
+    told: list[CacheProgress] = []
     layout = RecordFormat(top_k=K, vocab_size=VOCAB_SIZE, temperatures=(1.0,))
     key = cache_key("teacher", "one", Words(VOCAB_SIZE), layout, rendered_by_template=False)
     samples = [row["input_ids"] for row in rows]

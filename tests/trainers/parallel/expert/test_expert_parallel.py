@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.legality.expert import AUTO_EP_MODEL_TYPES, expert_faults
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.deepspeed.auto_ep import mark_expert_groups, model_faults, write_section
+from shardwright.plugins.deepspeed.auto_ep import expert_model_faults, mark_expert_groups, write_section
 from shardwright.trainers.parallel.expert.balance import (
     RoutedTokens,
     assigned_to,
@@ -168,7 +168,7 @@ def test_experts_get_groups_of_their_own_with_the_settings_of_the_old_ones() -> 
     ],
 )
 def test_models_that_would_not_train_the_same_are_refused(model: Any, named: str) -> None:
-    (fault,) = model_faults(model())
+    (fault,) = expert_model_faults(model())
     assert named in str(fault)
 
 
