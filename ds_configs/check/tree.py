@@ -71,7 +71,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parsed:
-    """What a parser made of a text."""
+    """Result of parsing a text."""
 
     root: Node | None
     """The tree; `None` when the text cannot be read at all."""

@@ -1,4 +1,4 @@
-"""Where activation bytes come from: the stored traced coefficients, or a trace of the user's model."""
+"""Sources of activation bytes: the stored traced coefficients, or a trace of the user's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a teacher and the distillation loss hold on an accelerator and on the host, term by term.
+"""Memory of a teacher and of the distillation loss, on an accelerator and on the host, term by term.
 
 The teacher's forward pass comes before the student's, so that its layers' temporaries never meet the student's
 activations. What stays is the input of its output head: the fused loss makes logits of some rows at a time, and no

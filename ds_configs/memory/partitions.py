@@ -1,4 +1,4 @@
-"""How ZeRO 1 and 2 cut flattened tensors into partitions."""
+"""Partitions into which ZeRO 1 and 2 cut flattened tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank holds of a model under tensor, pipeline and expert parallelism, as smaller models."""
+"""One rank's shares of a model under tensor, pipeline and expert parallelism, as smaller models."""
 
 from __future__ import annotations
 

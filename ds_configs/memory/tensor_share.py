@@ -1,4 +1,4 @@
-"""What one rank holds of a model that AutoTP divides, as a smaller model."""
+"""One rank's share of a model that AutoTP divides, as a smaller model."""
 
 from __future__ import annotations
 

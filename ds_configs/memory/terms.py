@@ -1,4 +1,4 @@
-"""What each memory term means and how it is computed, and what each strategy does."""
+"""Meaning and formula of each memory term, and what each strategy does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many elements ZeRO-3 holds gathered at each moment: its fetch queue, replayed on the modules of a model.
+"""Elements that ZeRO-3 holds gathered at each moment: its fetch queue, replayed on the modules of a model.
 
 Follows `runtime/zero/partitioned_param_coordinator.py` of DeepSpeed 0.19.8 once its trace is complete. Every module's
 turn fetches what the module needs and then prefetches from the queue, until a bucket is full or

@@ -1,4 +1,4 @@
-"""Turns a plan into the files that DeepSpeed, Accelerate, the Trainer and schedulers read."""
+"""Files of a plan: those that DeepSpeed, Accelerate, the Trainer and schedulers read."""
 
 from __future__ import annotations
 

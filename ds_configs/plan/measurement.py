@@ -61,7 +61,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedMemory:
-    """What the plan predicted for the fullest accelerator."""
+    """Prediction of the plan for the fullest accelerator."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -83,7 +83,7 @@ class PredictedMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMeasurement:
-    """What one rank used; byte counts are `None` where there is no accelerator."""
+    """Use of one rank; byte counts are `None` where there is no accelerator."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

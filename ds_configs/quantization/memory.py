@@ -68,13 +68,13 @@ class QuantizationMemory:
 
     @property
     def tensor_bytes(self) -> int:
-        """What tensors take, host and device together: all but the process itself."""
+        """Bytes of tensors, host and device together: all but the process itself."""
         return self.peak_host_bytes + self.peak_device_bytes - self.host_terms.get("process", 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """What every term is computed from."""
+    """Quantities from which every term is computed."""
 
     chosen: tuple[LinearLayer, ...]
     scheme: QuantizationScheme

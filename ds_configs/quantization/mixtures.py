@@ -1,4 +1,4 @@
-"""What a mixture of experts is stored as, so that Transformers and vLLM load it.
+"""Storage of a mixture of experts that Transformers and vLLM load.
 
 Seen with transformers 5.17.0 (`quantizers/quantizer_compressed_tensors.py`, `integrations/compressed_tensors.py`): the
 experts of a compressed-tensors checkpoint are unpacked while it is loaded, and their inputs are never rounded.

@@ -64,7 +64,7 @@ class ActivationQuantization:
 
     @property
     def strategy(self) -> ActivationStrategy:
-        """What shares one scale; `tensor_group` also divides by one stored scale for the tensor (NVFP4)."""
+        """Numbers that share one scale; `tensor_group` also divides by one stored scale for the tensor (NVFP4)."""
         if self.group_size is not None:
             return "tensor_group" if self.scale_dtype == "float8_e4m3fn" else "group"
         return "token" if self.dynamic else "tensor"
@@ -72,7 +72,7 @@ class ActivationQuantization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationScheme:
-    """What is quantized, and to which numbers."""
+    """Layers to quantize, and the numbers that take the place of theirs."""
 
     name: str
     """Preset it came from, such as `W4A16`."""

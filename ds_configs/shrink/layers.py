@@ -1,4 +1,4 @@
-"""Which layers of a stack a rehearsal keeps: few, every kind of them, and in the phase that the pattern has."""
+"""Layers of a stack that a rehearsal keeps: few, every kind of them, and in the phase that the pattern has."""
 
 from __future__ import annotations
 

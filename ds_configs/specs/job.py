@@ -88,7 +88,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingJob:
-    """What the user wants to train; `auto` fields are the planner's to choose."""
+    """Training that the user wants; `auto` fields are the planner's to choose."""
 
     seq_len_tokens: int = 4096
     """Tokens of one training sequence."""

@@ -55,7 +55,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """What planning needs to know of a model; made from `config.json` or on the meta device, never from weights."""
+    """Description of a model for planning; made from `config.json` or on the meta device, never from weights."""
 
     name: str
     """Hub id, directory or file that the user named."""

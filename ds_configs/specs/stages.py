@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: contiguous parts of a model."""
+"""Layers of a pipeline stage: contiguous parts of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a frozen teacher lives while a student trains, and what each place costs."""
+"""Places of a frozen teacher while a student trains, and what each of them costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AUTOMATIC_PLACEMENTS: tuple[TeacherPlacement, ...] = ("replica", "sharded", "off
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherCost:
-    """What one placement of the teacher costs under the chosen layout."""
+    """Cost of one placement of the teacher under the chosen layout."""
 
     placement: TeacherPlacement
     """Where the teacher would live."""

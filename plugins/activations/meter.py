@@ -22,7 +22,7 @@ MARK = -2
 
 @dataclass(kw_only=True, slots=True)
 class Recording:
-    """What happened to storages: allocations and frees, samples after each operator, named marks."""
+    """Record of storages: allocations and frees, samples after each operator, named marks."""
 
     steps: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of storage number (or `SAMPLE`, `MARK`) and byte change (or index of the mark's name)."""

@@ -184,7 +184,7 @@ def dequantize_activations(codes: Tensor, scale: Tensor, zero_point: Tensor | No
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLayer:
-    """What a checkpoint holds of one quantized linear layer."""
+    """Tensors that a checkpoint holds of one quantized linear layer."""
 
     codes: Any
     """int8 [O, I]."""

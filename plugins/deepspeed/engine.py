@@ -1,4 +1,4 @@
-"""What DeepSpeed needs from the host, from modules under ZeRO-3, and to be told of the samples of a step.
+"""DeepSpeed's needs: of the host, of modules under ZeRO-3, and to be told the samples of a step.
 
 Seen with deepspeed 0.19.8: NVMe offload compiles `async_io` at first use, which fails minutes into a run when the
 header of libaio is missing.

@@ -1,4 +1,4 @@
-"""Where the parts of Transformers' causal language models lie, and which attention masks their layers take.
+"""Parts of Transformers' causal language models by their names, and the attention masks that their layers take.
 
 Seen with transformers 5.17.0 (`models/*/modeling_*.py`): embedding, decoder layers, final norm and head are modules of
 their own; what lies between them in `forward` is one line each: GPT-2 adds learned positions and drops out, Gemma-2

@@ -1,4 +1,4 @@
-"""What llm-compressor 0.14.0.1 gets wrong on this or that machine, put right for the length of one call."""
+"""Corrections of llm-compressor 0.14.0.1 on this or that machine, for the length of one call."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class MeterReading:
 
 
 class Meter(Protocol):
-    """What `ByteMeter` and `AcceleratorMeter` have in common."""
+    """Interface of `ByteMeter` and `AcceleratorMeter`."""
 
     def __enter__(self) -> Self: ...
     def __exit__(

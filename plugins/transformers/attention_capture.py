@@ -25,7 +25,7 @@ _NO_REENTRANT = "pass gradient_checkpointing_kwargs={'use_reentrant': False}"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """What one layer's attention was computed from; B samples, S positions. Tensors not asked for are `None`."""
+    """Queries, keys and values of one layer's attention; B samples, S positions. Tensors not asked for are `None`."""
 
     query_BHSD: torch.Tensor | None = None
     """After rotary embedding and norm, with all query heads."""

@@ -1,4 +1,4 @@
-"""What every quantization method hands back, whichever library did the work, and what it reports on the way."""
+"""`QuantizedModel`, the result of every quantization method whichever library did the work, and its progress."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teac
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleStatistics:
-    """What was read and what became of it."""
+    """Counts of rows that were read, and of what became of them."""
 
     source: str
     """The dataset as the user named it."""

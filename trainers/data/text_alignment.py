@@ -1,4 +1,4 @@
-"""Which tokens of one tokenizer cover the same text as which of another, and which tokens both have."""
+"""Alignment of two tokenizers: which of their tokens cover the same text, and which tokens both have."""
 
 from __future__ import annotations
 

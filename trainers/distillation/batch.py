@@ -1,4 +1,4 @@
-"""What one micro-batch means to a distillation: model inputs, shifted labels, and which rows count.
+"""One micro-batch as a distillation reads it: model inputs, shifted labels, and which rows count.
 
 Shapes: B samples, S positions, N rows that have a label.
 """

@@ -57,7 +57,7 @@ class ClipDistillationConfig:
 
 
 class Alignment(torch.nn.Module):
-    """What joins the student to the teacher's space: projectors where widths differ, and the interactive scale."""
+    """Parts that join the student to the teacher's space: projectors where widths differ, and the interactive scale."""
 
     def __init__(self, student_width: int, teacher_width: int) -> None:
         super().__init__()

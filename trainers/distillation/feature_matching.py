@@ -95,7 +95,7 @@ class AttentionTerm:
 
     @property
     def tensors(self) -> tuple[AttentionTensor, ...]:
-        """What has to be captured."""
+        """Tensors that have to be captured."""
         return self.relations if self.kind == "relations" else ("query", "key")
 
 

@@ -36,7 +36,7 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """What one forward pass of the teacher left."""
+    """Results of one forward pass of the teacher."""
 
     hidden_NH: torch.Tensor | None = None
     """Input of the head at the rows that count."""

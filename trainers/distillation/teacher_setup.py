@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TeacherSetup:
-    """What the user gave, checked.
+    """Teacher as the user gave it, checked.
 
     Raises:
         UsageError: all faults together.

@@ -1,1 +1,1 @@
-"""What a language model is worth: perplexity, distance to a baseline, size and speed."""
+"""Evaluation of a language model: perplexity, distance to a baseline, size and speed."""

@@ -42,7 +42,7 @@ class _Run:
 
 @dataclass(kw_only=True)
 class _Findings:
-    """What was found about a model while it was in memory."""
+    """Findings about a model from the time it was in memory."""
 
     subject: Subject
     dtype: str

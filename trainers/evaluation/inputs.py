@@ -1,4 +1,4 @@
-"""Everything about an evaluation that can be wrong, found before weights are loaded."""
+"""Checks of an evaluation before weights are loaded: all that can be wrong, told together."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return f"{self.role} {self.source.name}"
 
     @property

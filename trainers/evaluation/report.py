@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: `REPORT.md`, `evaluation.json` and a picture."""
+"""Files of an evaluation: `REPORT.md`, `evaluation.json` and a picture."""
 
 from __future__ import annotations
 

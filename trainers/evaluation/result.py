@@ -1,4 +1,4 @@
-"""What an evaluation found, with the unit of every number in its name."""
+"""Results of an evaluation, with the unit of every number in its name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KL_SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFacts:
-    """What the models were judged on."""
+    """Text that the models were judged on."""
 
     source: str
     """As the user named it."""
@@ -37,7 +37,7 @@ class TextFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelResult:
-    """What one model is worth on its own."""
+    """Measures of one model on its own."""
 
     name: str
     """Hub id or directory."""

@@ -1,4 +1,4 @@
-"""How fast a model reads and writes on this machine, and what memory that takes."""
+"""Speed of a model on this machine, reading and writing, and the memory that it takes."""
 
 from __future__ import annotations
 

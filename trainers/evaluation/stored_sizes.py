@@ -1,4 +1,4 @@
-"""How large a checkpoint is: bytes on disk, and bits for each weight, from the safetensors headers.
+"""Size of a checkpoint: bytes on disk, and bits for each weight, from the safetensors headers.
 
 What belongs to a quantized matrix is told by tensor names:
 

@@ -35,7 +35,7 @@ class TextRequest:
 
     @property
     def source(self) -> str:
-        """What the user named."""
+        """Name that the user gave."""
         return ", ".join(map(str, self.files)) or self.dataset
 
 

@@ -1,4 +1,4 @@
-"""What each judged token says about a model, and about its distance to a baseline; chunk by chunk over the tokens.
+"""Measures of a model at each judged token, and of its distance to a baseline; chunk by chunk over the tokens.
 
 Shapes: B windows, S tokens of each, N judged tokens, H hidden width, V vocabulary.
 """
@@ -29,7 +29,7 @@ OnBatch = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a model says at every judged token of a batch."""
+    """Answers of a model at every judged token of a batch."""
 
     rows_ND: torch.Tensor
     """Inputs of the head, or logits."""
@@ -42,7 +42,7 @@ class AnswerSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
 
     def answers(self, index: int) -> Answers:
         """Return the answers to one batch."""
@@ -146,10 +146,10 @@ def _unchanged(rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAnswers:
-    """What a model answered before, kept on the host; the model itself is no longer needed."""
+    """Earlier answers of a model, kept on the host; the model itself is no longer needed."""
 
     name: str
-    """What messages call it."""
+    """Name in messages."""
     rows: Sequence[torch.Tensor]
     """Inputs of the head, one tensor for each batch."""
     head: Head

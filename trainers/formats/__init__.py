@@ -1,1 +1,1 @@
-"""What is written: packed codes, the small format of SpQR and low-rank corrections, model directories, Markdown."""
+"""Written formats: packed codes, the small format of SpQR and low-rank corrections, model directories, Markdown."""

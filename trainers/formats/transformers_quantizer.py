@@ -16,7 +16,7 @@ from .spqr_format import INDEX, PARTS, QUANT_METHOD, SINGLE, checked_layers, rea
 
 @register_quantization_config(QUANT_METHOD)
 class SmallFormatConfig(QuantizationConfigMixin):
-    """What `config.json` states of the small format: its weight files, and settings of every matrix by module name."""
+    """Section of `config.json` for the small format: its weight files, and settings of every matrix by module name."""
 
     def __init__(self, layers: Any = None, weights: str = SINGLE, schema_version: Any = None, **others: Any) -> None:
         self.quant_method: Any = QUANT_METHOD

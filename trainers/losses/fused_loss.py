@@ -78,7 +78,7 @@ def fused_token_loss(
 
 @dataclass(kw_only=True)
 class _Work:
-    """What the loop over chunks reads, and the sums that it leaves."""
+    """Inputs of the loop over chunks, and the sums that it leaves."""
 
     head: OutputHead
     labels_N: torch.Tensor

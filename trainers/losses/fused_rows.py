@@ -24,7 +24,7 @@ _Rows = dict[str, "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class RowWork:
-    """What is done to every row."""
+    """Work done to every row."""
 
     head: OutputHead
     """The student's head, whose scale and soft-cap shape what the product gives."""

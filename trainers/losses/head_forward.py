@@ -80,7 +80,7 @@ class HeadReplacement:
 
     @property
     def result(self) -> torch.Tensor:
-        """What the work returned, as a scalar with its graph.
+        """Result of the work, as a scalar with its graph.
 
         Raises:
             UnknownLogitsError: the model's forward never called its head module.

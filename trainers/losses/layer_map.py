@@ -1,4 +1,4 @@
-"""Which teacher layers a student layer is matched with. Layer 0 is the embedding, layer l the output of block l."""
+"""Teacher layers that student layers are matched with. Layer 0 is the embedding, layer l the output of block l."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the token losses take and give: the objective, the teacher's side of it, and the sums of a batch.
+"""Inputs and results of the token losses: the objective, the teacher's side of it, and the sums of a batch.
 
 Shapes: N rows (one for each predicted token), H hidden width, V vocabulary, K kept tokens of a cached teacher.
 """

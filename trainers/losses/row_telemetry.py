@@ -1,4 +1,4 @@
-"""What both models' distributions tell about each other, row by row; at τ = 1."""
+"""Telemetry of student against teacher, row by row: divergence, agreement, entropies; at τ = 1."""
 
 from __future__ import annotations
 

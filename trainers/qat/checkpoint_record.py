@@ -1,4 +1,4 @@
-"""What a resumed run must know of quantization-aware training; `trainer_state.json` of every checkpoint holds it."""
+"""State of quantization-aware training that a resumed run needs; `trainer_state.json` of every checkpoint holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the way of a training that is about to begin."""
+"""Obstacles to a quantization-aware training that is about to begin."""
 
 from __future__ import annotations
 

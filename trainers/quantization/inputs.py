@@ -1,4 +1,4 @@
-"""Everything about a quantization that can be wrong, found before weights are read or anything is written."""
+"""Checks of a quantization before weights are read or anything is written: all that can be wrong, told together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Prepared:
 
     @property
     def settings(self) -> QuantizeSettings:
-        """What the user asked for."""
+        """Settings as the user gave them."""
         return self.resolved.settings
 
     @property

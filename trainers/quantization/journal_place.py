@@ -1,4 +1,4 @@
-"""Where an interrupted quantization leaves its finished layers: beside the output, so that one disk holds both."""
+"""Place of an interrupted quantization's finished layers: beside the output, so that one disk holds both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights become zero: exactly the share that is asked for, the smallest first, alike on every rank and device.
+"""Masks of sparse weights: exactly the share that is asked for, the smallest first, alike on every rank and device.
 
 A weight that is zero already is the smallest there is, so that zeros stay zeros as the share grows.
 """

@@ -1,4 +1,4 @@
-"""How the share of zeros grows over the steps of a training."""
+"""Schedule of the share of zeros over the steps of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weight matrices of a model become sparse."""
+"""Weight matrices of a model that become sparse."""
 
 from __future__ import annotations
 

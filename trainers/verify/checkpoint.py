@@ -27,7 +27,7 @@ _LONGEST_SECONDS = 6 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceLogits:
-    """What the model in memory answers to a few tokens."""
+    """Logits of the model in memory for a few tokens."""
 
     tokens: tuple[tuple[int, ...], ...]
     """Token ids of each row."""
@@ -39,7 +39,7 @@ class ReferenceLogits:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found in a written checkpoint."""
+    """Findings about a written checkpoint."""
 
     faults: tuple[str, ...]
     """Everything wrong with it; empty when it passed."""

@@ -83,7 +83,7 @@ class RecordFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedAnswers:
-    """What a teacher says of N tokens, before or after coding."""
+    """Answers of a teacher for N tokens, before or after coding."""
 
     ids_NK: Any
     """int64, ascending in each row."""

@@ -1,4 +1,4 @@
-"""What `cache-teacher` does: the samples that `distill` will train on, the key, and the teacher that answers."""
+"""Job of `cache-teacher`: the samples that `distill` will train on, the key, and the teacher that answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which axis of which tensor is what, in the families whose widths can be cut.
+"""Meaning of each tensor's axes, in the families whose widths can be cut.
 
 Seen with transformers 5.17: linear layers store [out, in], the Conv1D of GPT-2 [in, out]. GPT-2 and BERT have no
 `head_dim`: their heads fill the residual stream.
@@ -19,7 +19,7 @@ Side = Literal["writes", "reads", "norm", ""]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRule:
-    """What the axes of the tensors with a name are."""
+    """Axes of the tensors with a name."""
 
     name: re.Pattern[str]
     """Matches the end of a tensor's name."""

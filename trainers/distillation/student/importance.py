@@ -1,4 +1,4 @@
-"""How much each channel and head of a teacher matters, from its weights or from what it does with a text.
+"""Importance of each channel and head of a teacher, from its weights or from its activations on a text.
 
 Shapes: N tokens, H hidden channels, I intermediate channels, A query heads, D width of a head.
 """

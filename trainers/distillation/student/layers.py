@@ -1,4 +1,4 @@
-"""Which layers of a teacher a student keeps, and what that changes in its config and in the names of its tensors."""
+"""Layers of a teacher that a student keeps, and the changes of config and tensor names that follow."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FILE_NAME = "student.json"
 
 @dataclass(frozen=True, kw_only=True)
 class StudentPlan:
-    """What will be made, before any weight is read."""
+    """Student that will be made, before any weight is read."""
 
     source: ModelSource
     """The teacher's config and where it is from."""
@@ -60,7 +60,7 @@ class StudentPlan:
 
 @dataclass(kw_only=True)
 class StudentReport:
-    """What was made."""
+    """Student that was made."""
 
     plan: StudentPlan
     """What was asked for."""

@@ -1,4 +1,4 @@
-"""What a smaller student is asked to be, and every reason why a teacher cannot give it."""
+"""Request for a smaller student, and every reason why a teacher cannot give it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StoredDtype = Literal["float32", "bfloat16", "float16"]
 
 
 class StudentRequest(Settings):
-    """What to make of a teacher; `None` leaves a size as the teacher has it."""
+    """Sizes of a student; `None` leaves a size as the teacher has it."""
 
     group = "Student"
 

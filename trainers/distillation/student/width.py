@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptWidths:
-    """What stays of every width, as ascending indices."""
+    """Kept channels and heads of every width, as ascending indices."""
 
     hidden: torch.Tensor
     """Channels of the residual stream."""

@@ -32,7 +32,7 @@ _SHOWN = 8
 
 @dataclass(kw_only=True)
 class Collected:
-    """What a model's parameters become in its checkpoint."""
+    """Parameters of a model in the form that its checkpoint holds."""
 
     packed: dict[str, Tensor] = field(default_factory=dict)
     """Codes, scales and all that belongs to them, by their names in the checkpoint."""

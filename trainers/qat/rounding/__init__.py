@@ -1,1 +1,1 @@
-"""What rounds in a forward pass: enter by `attach.py`, which puts it into a model."""
+"""Rounding in the forward pass: enter by `attach.py`, which puts it into a model."""

@@ -42,7 +42,7 @@ class QuantizationState:
 
 @dataclass(kw_only=True)
 class Attachment:
-    """What was put into a model."""
+    """Rounding that was put into a model."""
 
     config: QATConfig
     """What was asked for."""

@@ -1,4 +1,4 @@
-"""What quantization-aware training is asked for."""
+"""`QATConfig`: the settings of quantization-aware training."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, Layer
 
 
 class FakeQuantizedExperts:
-    """What a fused experts class becomes: its forward pass computes with the numbers of the checkpoint."""
+    """Fused experts whose forward pass computes with the numbers of the checkpoint."""
 
     quantizers: dict[str, LayerQuantizer]
     num_experts: int

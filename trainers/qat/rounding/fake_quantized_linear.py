@@ -34,7 +34,7 @@ class LinearRounding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearTensors:
-    """What a rounded linear layer computes with."""
+    """Tensors that a rounded linear layer computes with."""
 
     weight: Any
     """[O, I], before rounding."""

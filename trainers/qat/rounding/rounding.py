@@ -1,4 +1,4 @@
-"""What a weight and its inputs become in a forward pass, and how gradients pass; pure functions of tensors.
+"""Fake quantization of weights and inputs, and how gradients pass through it; pure functions of tensors.
 
 The numbers are those of `plugins/compressed_tensors/codes.py`, which post-training quantization uses too: a scale in
 the type that the checkpoint stores, codes from it, and ``w' = (code - zero_point) · scale`` in that type. What a loader
