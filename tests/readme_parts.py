@@ -11,8 +11,9 @@ from pathlib import Path
 from textwrap import wrap
 
 from paths import ROOT
+from test_architecture import room_graph
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "reference" / "tree.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "reference" / "tree.md", ROOT / "docs" / "explain" / "architecture.md")
 FLOORS = ("ds_configs", "plugins", "trainers", "cli")
 OTHERS = {
     "ds_configs/data/": "accelerators, activation coefficients, known configuration keys",
@@ -63,9 +64,21 @@ def rooms() -> str:
     return "\n".join(lines)
 
 
+def arrows() -> str:
+    """One line for each room: what it is, and the rooms that it imports from."""
+    lines = []
+    for room, targets in sorted(room_graph().items()):
+        if (ROOT / Path(*room) / "__init__.py").is_file():
+            first = first_line(ROOT / Path(*room) / "__init__.py")
+            below = ", ".join(f"{'/'.join(target)}" for target in sorted(targets - {room}))
+            lines.append(f"{'/'.join(room)}: {first}")
+            lines += wrap(below, 110, initial_indent="    -> ", subsequent_indent="       ") if below else []
+    return "\n".join(lines)
+
+
 def with_generated_parts(page: str) -> str:
     """A page with the parts that it marks made anew."""
-    for name, make in (("tree", tree), ("rooms", rooms)):
+    for name, make in (("tree", tree), ("rooms", rooms), ("arrows", arrows)):
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if start in page:
             block = f"{start}\n```text\n{make()}\n```\n{end}"

@@ -101,8 +101,8 @@ def room_of(module: tuple[str, ...]) -> tuple[str, ...]:
     return module[:-1]
 
 
-def test_rooms_form_no_circles():
-    """Imports inside functions count: a room that needs another one only later needs it all the same."""
+def room_graph() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """The rooms that each room imports from, itself among them."""
     modules = {module_of(path) for path in sources() if path.name != "__init__.py"}
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for path in sources():
@@ -111,8 +111,13 @@ def test_rooms_form_no_circles():
         room = room_of(module_of(path))
         targets = {target if target in modules else target[:-1] for target in imports(path)}
         graph.setdefault(room, set()).update(room_of(each) for each in targets if each in modules)
+    return graph
+
+
+def test_rooms_form_no_circles():
+    """Imports inside functions count: a room that needs another one only later needs it all the same."""
     # Leaves go until none is left; what remains holds a circle.
-    left = {room: targets - {room} for room, targets in graph.items()}
+    left = {room: targets - {room} for room, targets in room_graph().items()}
     while leaves := {room for room, targets in left.items() if not targets & left.keys()}:
         left = {room: targets for room, targets in left.items() if room not in leaves}
     assert not {
