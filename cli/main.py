@@ -37,13 +37,13 @@ _COMMANDS = {
 }
 
 
-def build_app(sources: Sources) -> App:
+def build_app(sources: Sources | None = None) -> App:
     """Return the command line application; the modules of its commands load when they are called."""
     app = App(
         name="shardwright",
         help="Plans DeepSpeed and Accelerate training, proves the plan, and runs it.",
         version=__version__,
-        config=sources,
+        config=sources or Sources(_COMMANDS),
         default_parameter=Parameter(negative_iterable="", env_var_split=lambda _, text: [text]),
     )
     for name, (target, summary) in _COMMANDS.items():

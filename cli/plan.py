@@ -146,9 +146,9 @@ def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan
 
     cluster = _hardware(settings)
     teacher = load_model(settings.teacher).spec if settings.teacher else None
-    loaded = load_model(model, revision=settings.revision)
     job = job_from_settings(settings, teacher)
-    return plan(loaded, cluster, job, calibration="user" if calibration else None, notify=_note)
+    measured = "user" if calibration else None
+    return plan(model, cluster, job, revision=settings.revision, calibration=measured, notify=_note)
 
 
 def _hardware(settings: PlanSettings) -> HardwareSpec:

@@ -22,17 +22,24 @@ from shardwright.cli.schema import schema_command
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
 _MADE = "Made by `make readme` from the code; do not edit.\n"
+_SOURCES = """
+Hyphen and underscore are both accepted. Where a command has `--config`, the same names are keys of that YAML file, and each
+option is a variable too: `--seq-len` of `plan` is `SHARDWRIGHT_PLAN_SEQ_LEN`. Defaults < file < environment < flag.
+"""
 
 
 def commands_page() -> str:
     """Every command and flag, as the application that parses them describes itself."""
     # cyclopts 5.4.0 leaves a part of `python -m NAME`, by which a program was started, in the usage of nested commands.
+    app = build_app()
+    # So it does with the variables of options, whose names lack the command; the page says the rule instead.
+    app.config = ()
     with mock.patch.object(sys, "argv", ["shardwright"]):
-        described = build_app().generate_docs(output_format="markdown", usage_name="shardwright")
+        described = app.generate_docs(output_format="markdown", usage_name="shardwright")
     # The heading and the contents of cyclopts repeat the list of commands, which says more.
     commands = described[described.index("**Commands**") :]
     lines = [re.sub(r"^( *\S.*?) *$", r"\1", line) for line in commands.splitlines()]
-    return f"# Commands and flags\n\n{_MADE}\n" + "\n".join(lines).replace("**Commands**:\n\n", "") + "\n"
+    return f"# Commands and flags\n\n{_MADE}{_SOURCES}\n" + "\n".join(lines).replace("**Commands**:\n\n", "") + "\n"
 
 
 def schema_page() -> str:
