@@ -147,7 +147,7 @@ def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan
     cluster = _hardware(settings)
     teacher = load_model(settings.teacher).spec if settings.teacher else None
     job = job_from_settings(settings, teacher)
-    measured = "user" if calibration else None
+    measured: Literal["user"] | None = "user" if calibration else None
     return plan(model, cluster, job, revision=settings.revision, calibration=measured, notify=_note)
 
 

@@ -1,4 +1,4 @@
-"""The walks of docs/explain/architecture.md are walks through the code: each step calls the next, and rooms are counted."""
+"""Walks of docs/explain/architecture.md, followed through the code: each step calls the next, and rooms are counted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def definitions(path: str) -> dict[str, ast.AST]:
 
 @cache
 def imported(path: str) -> dict[str, tuple[str, str]]:
-    """Names that a file imports from the package, imports inside functions too: the file and name that they stand for."""
+    """Names that a file imports from the package, in functions too: the file and the name that they stand for."""
     found = {}
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level and node.module:
