@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .distillation.config import DistillationConfig
     from .distillation.trainer import DistillationTrainer
     from .formats.spqr_format import register_small_format
+    from .guards.callback import GuardCallback
     from .parallel.expert.callback import ExpertParallelCallback
     from .parallel.pipeline.trainer import PipelineTrainer
     from .parallel.sequence.callback import SequenceParallelCallback
@@ -27,6 +28,7 @@ __all__ = [
     "DistillationConfig",
     "DistillationTrainer",
     "ExpertParallelCallback",
+    "GuardCallback",
     "L1SparsityCallback",
     "MagnitudePruningCallback",
     "PipelineTrainer",
@@ -44,6 +46,7 @@ _HOMES = {
     "DistillationConfig": ".distillation.config",
     "DistillationTrainer": ".distillation.trainer",
     "ExpertParallelCallback": ".parallel.expert.callback",
+    "GuardCallback": ".guards.callback",
     "L1SparsityCallback": ".sparsity.l1_sparsity_callback",
     "MagnitudePruningCallback": ".sparsity.magnitude_pruning_callback",
     "PipelineTrainer": ".parallel.pipeline.trainer",

@@ -39,6 +39,7 @@ from ..plugins.transformers.training_arguments import (
 from .data.models import StartingModel, check_seq_len, load_config, load_model, load_tokenizer
 from .data.text import pack, read_documents
 from .parallel.trainer_for import PlannedParallelism, planned_parallelism
+from .runs.guarded import train_guarded
 from .runs.steps import StepLosses, chosen_engine
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--lora-rank", type=int, help="default 16")
     add("--lora-targets", help="module names separated by commas, or all-linear (default)")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint in --output-dir, if there is one")
+    add("--nonfinite", choices=("stop", "skip"), default="stop", help="what a loss or gradient that is NaN or Inf does")
+    add("--nonfinite-steps", type=int, default=3, help="stop after so many such steps in a row (default 3)")
+    add("--allow-nonfinite", action="store_true", help="take and save weights that are NaN or Inf")
+    add("--hang-timeout", type=float, default=1800.0, metavar="SECONDS", help="a rank may stand still (0: for ever)")
     add("--plan", type=Path, metavar="DIR", help="the plan that is run; its prediction is compared with the run")
     add("--losses-json", type=Path, metavar="FILE", help="rank 0 writes the loss of every optimizer step")
     add("--save", action=argparse.BooleanOptionalAction, default=True, help="write the trained model")
@@ -89,7 +94,7 @@ def _flag_faults(flags: argparse.Namespace) -> list[Fault]:
     faults = []
     if flags.seq_len < 2:
         faults.append(Fault(where="--seq-len", value=flags.seq_len, rule="at least 2 tokens, to predict one"))
-    for name in ("max_steps", "lora_rank"):
+    for name in ("max_steps", "lora_rank", "nonfinite_steps"):
         value = getattr(flags, name)
         if value is not None and value < 1:
             faults.append(Fault(where=f"--{name.replace('_', '-')}", value=value, rule="at least 1"))
@@ -99,6 +104,8 @@ def _flag_faults(flags: argparse.Namespace) -> list[Fault]:
             for name, value in (("lora-rank", flags.lora_rank), ("lora-targets", flags.lora_targets))
             if value is not None
         ]
+    if not 0 <= flags.hang_timeout < float("inf"):
+        faults.append(Fault(where="--hang-timeout", value=flags.hang_timeout, rule="seconds, 0 for ever"))
     if flags.revision and Path(flags.model).exists():
         faults.append(Fault(where="--revision", value=flags.revision, rule="only a Hub model has revisions"))
     for path in [*(flags.text or []), *([flags.training_arguments] if flags.training_arguments else [])]:
@@ -157,8 +164,6 @@ def train(flags: argparse.Namespace) -> None:
 
     from transformers import default_data_collator
 
-    from .checkpoints.callback import CheckpointCallback
-
     trainer = parallelism.make_trainer(
         model=model,
         args=arguments,
@@ -170,17 +175,23 @@ def train(flags: argparse.Namespace) -> None:
     recorder = StepLosses(trainer)
     if planned is not None:
         planned.attach(trainer)
-    checkpoints = CheckpointCallback()
-    checkpoints.attach(trainer)
-    resumed = checkpoints.asked(flags.resume or arguments.resume_from_checkpoint)
     started = time.monotonic()
-    trainer.train(resume_from_checkpoint=resumed)
+    train_guarded(trainer, resume=flags.resume or arguments.resume_from_checkpoint, **_guards(flags))
     seconds = time.monotonic() - started
     losses = recorder.mean_over_ranks()
     if flags.losses_json is not None and arguments.process_index == 0:
         _write_losses(flags.losses_json, engine=engine, world_size=arguments.world_size, seconds=seconds, losses=losses)
     if flags.save:
-        save_model_directory(trainer, str(flags.output_dir))
+        save_model_directory(trainer, str(flags.output_dir), allow_nonfinite=flags.allow_nonfinite)
+
+
+def _guards(flags: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "nonfinite": flags.nonfinite,
+        "nonfinite_steps": flags.nonfinite_steps,
+        "allow_nonfinite": flags.allow_nonfinite,
+        "hang_seconds": flags.hang_timeout or None,
+    }
 
 
 def _write_losses(file: Path, **record: Any) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
+from .parent_death import end_with_launcher
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable that names where a process records its failure; torchrun sets one for each rank."""
@@ -44,7 +45,7 @@ class RankFailure:
 
 
 def recorded(main: Callable[[], None]) -> Callable[[], None]:
-    """Wrap the main function of a rank, so that its exception reaches the process that launched it."""
+    """Wrap the main function of a rank: its exception reaches its launcher, which it does not outlive."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
     class Handler(ErrorHandler):
@@ -59,7 +60,11 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
                 record["known"] = {"message": str(e), "exit_code": e.exit_code}
             Path(os.environ[ERROR_FILE]).write_text(json.dumps(record), encoding="utf-8")
 
-    wrapped: Callable[[], None] = record(main, error_handler=Handler())
+    def launched() -> None:
+        end_with_launcher()
+        main()
+
+    wrapped: Callable[[], None] = record(launched, error_handler=Handler())
     return wrapped
 
 

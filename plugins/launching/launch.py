@@ -8,7 +8,6 @@ therefore carries a token in its environment, by which it is found and ended wha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -27,12 +26,11 @@ import psutil
 
 from ...ds_configs.specs.errors import ShardwrightError
 from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
+from .parent_death import signal_at_parent_death
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
 TAIL_CHARACTERS = 6000
 _POLL_SECONDS = 0.1
-_SET_PARENT_DEATH_SIGNAL = 1
-"""`PR_SET_PDEATHSIG` of Linux's prctl."""
 _OTHERS_END_SECONDS = 5.0
 """What the other launchers of a job get to report, after one has failed: theirs may be the cause."""
 
@@ -192,7 +190,8 @@ class _Running:
                     _TOKEN: token,
                     ERROR_FILE: str(self.error_file),
                 },
-                preexec_fn=_end_with_parent(),
+                # On SIGTERM a launcher ends its ranks.
+                preexec_fn=signal_at_parent_death(signal.SIGTERM),
             )
 
     def new_lines(self) -> list[str]:
@@ -206,14 +205,6 @@ class _Running:
 
     def text(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
-
-
-def _end_with_parent() -> Callable[[], object] | None:
-    """Return what a launcher does first: ask for SIGTERM, on which it ends its ranks, should this process be killed."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _wait(

@@ -20,6 +20,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.job import OPTIMIZERS
+from .finite_weights import refuse_nonfinite_weights
 
 BYTE_COUNT = 256
 END_OF_TEXT = "<|endoftext|>"
@@ -178,8 +179,13 @@ def prepare_model_directory_save(arguments: Any) -> None:
         print(f"zero_optimization.{key} was missing: now true, so that the model can be saved", file=sys.stderr)
 
 
-def save_model_directory(trainer: Any, directory: str) -> None:
-    """Write a model directory with safetensors and no pickle; every rank must call it."""
+def save_model_directory(trainer: Any, directory: str, *, allow_nonfinite: bool = False) -> None:
+    """Write a model directory with safetensors and no pickle; every rank must call it.
+
+    Raises:
+        RefusedInputError: weights are NaN or infinite, and that is not allowed.
+    """
+    refuse_nonfinite_weights(trainer.model, what="the trained model", allowed=allow_nonfinite)
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(directory)

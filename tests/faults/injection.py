@@ -109,12 +109,15 @@ def _break_training_step(kind: type, fault: Fault) -> None:
             finally:
                 self.compute_loss = compute
         if fault.kind == "inf-gradient" and now == fault.step:
-            first = next(one for one in self.model.parameters() if one.requires_grad)
+            first: Any = next(one for one in self.model.parameters() if one.requires_grad)
             handle = first.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
             try:
                 return original(self, model, inputs, *args, **kwargs)
             finally:
                 handle.remove()
+                if hasattr(first, "to_local"):
+                    # FSDP2 computes with another tensor, whose gradient passes no hook of this one.
+                    first.grad.to_local().fill_(float("inf"))
         return original(self, model, inputs, *args, **kwargs)
 
     kind.training_step = broken  # type: ignore[attr-defined]

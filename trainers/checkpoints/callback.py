@@ -14,7 +14,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
+from .agreement import on_first_rank, together
 from .record import flush_tree, write_record
 from .resume_rules import compared
 from .run_facts import run_facts
@@ -86,23 +87,18 @@ class CheckpointCallback(TrainerCallback):
     def _resumed(self, choose: Callable[[], Selection]) -> str:
         """Choose on the first rank alone, which reads every byte, and tell the others."""
         facts = self._run_facts()
-        answer: list[Any] = [None]
-        if self._trainer.args.process_index == 0:
-            try:
-                selection = choose()
-                faults, remarks = compared(selection.record.facts, facts)
-                if faults:
-                    raise UsageError(faults)
-                for line in (*(f"skipped: {one}" for one in selection.skipped), *remarks):
-                    self._notify(line)
-                self._notify(f"resuming from {selection.path.name}")
-                answer = [str(selection.path)]
-            except ShardwrightError as error:
-                answer = [error]
-        found = _from_first(answer)[0]
-        if isinstance(found, ShardwrightError):
-            raise found
-        return str(found)
+
+        def chosen() -> str:
+            selection = choose()
+            faults, remarks = compared(selection.record.facts, facts)
+            if faults:
+                raise UsageError(faults)
+            for line in (*(f"skipped: {one}" for one in selection.skipped), *remarks):
+                self._notify(line)
+            self._notify(f"resuming from {selection.path.name}")
+            return str(selection.path)
+
+        return on_first_rank(chosen)
 
     def _run_facts(self) -> dict[str, Any]:
         if self._facts is None:
@@ -132,49 +128,15 @@ class CheckpointCallback(TrainerCallback):
         """
         output_dir = Path(args.output_dir)
         directory = output_dir / f"checkpoint-{state.global_step}"
-        if args.local_process_index == 0:
-            _agree(lambda: flush_tree(directory), f"{directory} could not be flushed to the disk")
-        else:
-            _agree(None, f"{directory} could not be flushed to the disk")
+        flush = (lambda: flush_tree(directory)) if args.local_process_index == 0 else None
+        together(flush, f"{directory} could not be flushed to the disk")
 
         def finish() -> None:
             write_record(directory, step=state.global_step, facts=self._run_facts())
             rotate(output_dir, limit=self._limit, best=state.best_model_checkpoint, notify=self._notify)
 
-        _agree(finish if args.should_save else None, f"{directory} could not be marked complete")
+        together(finish if args.should_save else None, f"{directory} could not be marked complete")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give the Trainer its own rotation back."""
         args.save_total_limit = self._limit
-
-
-def _agree(work: Callable[[], None] | None, what: str) -> None:
-    """Do this rank's part, if it has one, and fail on every rank when it fails on one."""
-    failure: Exception | None = None
-    try:
-        if work is not None:
-            work()
-    except (OSError, ShardwrightError) as error:
-        failure = error
-    told = _gathered(None if failure is None else f"{what}: {failure}")
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if failed:
-        raise ShardwrightError("; ".join(failed)) from failure
-
-
-def _gathered(mine: str | None) -> list[str | None]:
-    import torch.distributed as distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [mine]
-    everyone: list[str | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _from_first(answer: list[Any]) -> list[Any]:
-    import torch.distributed as distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.broadcast_object_list(answer, src=0)
-    return answer

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..checkpoints.selection import checkpoints, newest_whole
+
 CHECKPOINTS = "checkpoints"
 """Directory of the checkpoints inside an output directory."""
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
-    """Return the checkpoint with the most optimizer steps; `None` where there is none."""
-    directory = output_dir / CHECKPOINTS
-    if not directory.is_dir():
-        return None
-    from transformers.trainer_utils import get_last_checkpoint
+    """Return the newest whole checkpoint; `None` where there is none at all.
 
-    found = get_last_checkpoint(str(directory))
-    return None if found is None else Path(found)
+    Raises:
+        RefusedInputError: there are some, but none is whole; says why of each.
+    """
+    directory = output_dir / CHECKPOINTS
+    return newest_whole(directory).path if checkpoints(directory) else None

@@ -23,9 +23,11 @@ from ...plugins.transformers.training_arguments import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
+from ..checkpoints.agreement import on_first_rank
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
 from .checkpoints import last_checkpoint
+from .guarded import train_guarded
 from .settings import (
     EVALUATION_SAMPLES,
     METRICS_FILE,
@@ -60,7 +62,7 @@ def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine]:
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
     prepare_nvme_offload(arguments)
-    found = last_checkpoint(Path(job.output_dir)) if job.resume else None
+    found = on_first_rank(lambda: last_checkpoint(Path(job.output_dir))) if job.resume else None
     arguments.resume_from_checkpoint = None if found is None else str(found)
     return arguments, engine
 
@@ -158,7 +160,7 @@ def train_recorded(trainer: Any, job: LaunchedJob, *, evaluates_last: bool) -> A
     recorder = step_recorder(Path(job.output_dir), evaluates_last=evaluates_last)
     trainer.add_callback(recorder)
     trainer.add_callback(progress_callback())
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    train_guarded(trainer, resume=trainer.args.resume_from_checkpoint)
     return recorder
 
 

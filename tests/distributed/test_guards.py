@@ -1,0 +1,137 @@
+"""A run stops when its numbers are not finite, when any one rank is asked to stop, and when a rank stands still."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from faults.injection import Fault
+from faults.layouts import STEPS, Workshop, losses_of
+from warm_ranks import OnDemand, RanksFailedError
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def workshop(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("guards"))
+
+
+@pytest.fixture(scope="module")
+def whole(workshop: Workshop) -> dict[str, list[float]]:
+    """The losses of a run without a fault, by its engine."""
+
+    def run(engine: str) -> list[float]:
+        workshop.run(engine, workshop.directory / engine)
+        return losses_of(workshop.directory / engine)
+
+    return OnDemand(run)
+
+
+def failed(workshop: Workshop, engine: str, output: Path, fault: Fault, *flags: str) -> tuple[str, str]:
+    """Return how a run failed, and what it printed."""
+    with pytest.raises(RanksFailedError) as error:
+        workshop.run(engine, output, environment=fault.environment, flags=flags)
+    return str(error.value).splitlines()[0], error.value.output
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2", "pipeline"])
+def test_three_steps_of_nan_end_with_4_and_no_model(engine, workshop, tmp_path):
+    # Stages compute no loss of their own.
+    kind = "nan-weight" if engine == "pipeline" else "nan-loss"
+    how, told = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))
+    assert "failed with exit code 4" in how
+    assert "3 steps in a row were not finite; the first: step 3: not finite: the loss on rank" in told
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_one_infinite_gradient_ends_a_run_that_would_have_saved_nan(workshop, tmp_path):
+    how, told = failed(workshop, "ddp", tmp_path, Fault(kind="inf-gradient", phase="step", step=3))
+    assert "failed with exit code 4" in how
+    assert "step 3: not finite: gradients or weights of model.embed_tokens.weight on rank 0, 1" in told
+
+
+def test_the_last_step_cannot_save_a_broken_model(workshop, tmp_path):
+    """Fewer steps in a row than end a run; the weights themselves are looked at."""
+    how, told = failed(workshop, "ddp", tmp_path, Fault(kind="inf-gradient", phase="step", step=STEPS))
+    assert "failed with exit code 4" in how
+    assert "the trained model: holds NaN or infinity in" in told
+    assert not list(tmp_path.glob("*.safetensors"))
+    fault = Fault(kind="inf-gradient", phase="step", step=STEPS)
+    workshop.run("ddp", tmp_path / "allowed", environment=fault.environment, flags=("--allow-nonfinite",))
+    assert list((tmp_path / "allowed").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_skipped_step_changes_no_weight(engine, workshop, whole, tmp_path):
+    fault = Fault(kind="inf-gradient", phase="step", step=3)
+    told = workshop.run(engine, tmp_path, environment=fault.environment, flags=("--nonfinite", "skip"))
+    assert "its update is left out" in told
+    losses = losses_of(tmp_path)
+    assert losses[:3] == pytest.approx(whole[engine][:3], abs=1e-6)
+    assert losses[-1] < losses[2]
+
+
+def test_a_broken_weight_of_one_rank_is_in_no_checkpoint(workshop, tmp_path):
+    how, told = failed(workshop, "ddp", tmp_path, Fault(kind="nan-weight", phase="step", step=2, rank=1))
+    assert "failed with exit code 4" in how
+    assert "checkpoint-2: holds NaN or infinity in model.embed_tokens.weight (rank 1)" in told
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2", "pipeline"])
+@pytest.mark.parametrize(("kind", "code"), [("sigterm", 143), ("sigint", 130)])
+def test_a_signal_to_one_rank_saves_on_all_of_them(engine, kind, code, workshop, whole, tmp_path):
+    how, told = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))
+    assert f"failed with exit code {code}" in how
+    assert f"stopped by {kind.upper()} after step 3 of {STEPS}: checkpoint-3 holds it" in told
+    workshop.run(engine, tmp_path, flags=("--resume",))
+    assert losses_of(tmp_path) == pytest.approx(whole[engine][3:], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["hang", "sigstop"])
+def test_a_rank_that_stands_still_ends_its_group_with_stacks(kind, workshop, tmp_path):
+    fault = Fault(kind=kind, phase="step", step=3, rank=1)
+    how, told = failed(workshop, "ddp", tmp_path, fault, "--hang-timeout", "4")
+    assert "failed with exit code 1" in how
+    assert "rank 0 has not moved for 4 s, since the beginning of step 3" in told
+    assert "training_step" in told
+    if kind == "hang":
+        assert "rank 1 has not moved for 4 s" in told
+        assert "in happen" in told
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(cold, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import pathlib, sys, time, os\n"
+        "from shardwright.plugins.launching.elastic import recorded\n"
+        "def stay():\n"
+        "    pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "    time.sleep(120)\n"
+        "recorded(stay)()\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (tmp_path / "ranks").mkdir()
+    process = subprocess.Popen([*launcher, str(script), str(tmp_path / "ranks")], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 90
+        while len(list((tmp_path / "ranks").iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = [psutil.Process(int(path.read_text())) for path in (tmp_path / "ranks").iterdir()]
+        assert len(ranks) == 2
+        process.kill()
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
+    finally:
+        process.kill()
+        process.wait()
+        for child in psutil.process_iter(["cmdline"]):
+            if str(script) in (child.info["cmdline"] or []):
+                os.kill(child.pid, signal.SIGKILL)
