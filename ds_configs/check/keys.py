@@ -17,6 +17,7 @@ from .tree import Entry, Node
 Schema = dict[str, Any]
 _DATA = Path(__file__).resolve().parent.parent / "data"
 _FLAG_WORDS = {"y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"}
+# Beyond int64: sizes end up in torch and NCCL, which have no such integers.
 _INTEGER_LIMIT = 1 << 63
 _TYPE_NAMES = {
     "boolean": "true or false",

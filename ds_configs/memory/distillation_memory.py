@@ -42,6 +42,7 @@ CACHED_TOP_K = 50
 """Tokens of a cached distribution that are counted on."""
 _CACHED_BYTES_PER_TOKEN = 130
 """Bytes that a cache stores for each token at k = 50: 2.6 for each kept token."""
+# `TopKTargets` holds an int64 id and an fp32 log-probability for each kept token.
 _TOP_K_ENTRY_BYTES = 8 + 4
 
 

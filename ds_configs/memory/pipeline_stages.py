@@ -16,6 +16,7 @@ from .tensor_share import tensor_parallel_share
 _StageCost = Callable[[int, int, int], float]
 """What a stage costs: its index, its first layer, one beyond its last."""
 
+# Halving the interval 60 times leaves less than the rounding of a float64 cost, whatever its unit.
 _BISECTIONS = 60
 
 

@@ -31,6 +31,7 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_s
 _ZERO_MEANS_NONE = ("num_experts", "num_local_experts", "moe_intermediate_size")
 _REPEATED = re.compile(r"(layers?|depths?|blocks|stages|experts)$")
 """Endings of the fields that transformers builds modules in a loop for, in any family."""
+# Transformers builds a module for each: a config from elsewhere that asks for a billion would fill the memory.
 _MOST_REPEATS = 10_000
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention")
 

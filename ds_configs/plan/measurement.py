@@ -18,10 +18,12 @@ from .plan_json import job_dict, strategy_dict
 
 FILE_NAME = "plan_measurement.json"
 SCHEMA_VERSION = 1
+# Some hundred bytes a rank: 16 MiB hold tens of thousands of ranks, and no file from elsewhere fills the memory.
 LARGEST_FILE_BYTES = 16 * 2**20
 FIRST_STEPS = 2
 """Steps reported apart: kernels are built in the first, ZeRO-3 records its trace and prefetches from the second on."""
 
+# A file of another schema breaks nearly every field; the first few tell as much.
 _MOST_FAULTS = 20
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -17,6 +17,7 @@ from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from .write import write_files
 
+# Plans with every rejected layout stay far below 1 MiB; what is larger was not written here and is not parsed.
 _LARGEST_PLAN_BYTES = 16 * 2**20
 
 

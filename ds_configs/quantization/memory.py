@@ -38,6 +38,7 @@ PROCESS_BYTES = 700 * 10**6
 """Resident memory of Python with torch, Transformers and llm-compressor: 665 MB at the peak of a tiny GPTQ run on a
 CPU-only Linux host, rounded up; drivers of an accelerator come on top."""
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
+# GPTQModifier's default `block_size`; five fp32 copies of one block of columns live while it is quantized.
 _GPTQ_BLOCK_COLUMNS = 128
 _ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 _MLP_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", ".w1", ".w3")

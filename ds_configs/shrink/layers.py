@@ -21,7 +21,9 @@ LAYER_COUNTS = (
 )
 """Names of the number of layers, the main stack's first."""
 
+# Jamba's, the longest of the known patterns: one attention layer in 8.
 _LONGEST_PERIOD = 8
+# As in `models/model_config.py`: a count from a stranger's file is never expanded unbounded.
 _MOST_REPEATS = 10_000
 _PERIODIC_LISTS = ("layer_types", "no_rope_layers", "layers_block_type", "attention_layers")
 _LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")

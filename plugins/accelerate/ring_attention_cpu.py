@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+# Queries, keys and values are [batch, heads, sequence, head width].
 _SEQUENCE_DIMENSION = 2
 
 

@@ -22,7 +22,9 @@ from .families import (
 from .run import Phases, run_training_step
 
 Candidate = list[float]
+# The difference between two depths is what layers keep, free of what lies around them.
 SHALLOW_LAYERS, DEEP_LAYERS = 2, 4
+# A wrong feature can solve as many equations as unknowns exactly; spare shapes must then fail to fit.
 SPARE_SHAPES = 5
 
 

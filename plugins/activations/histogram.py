@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BINS = 8192
+# `bincount` makes int64 copies of what it counts: 4 M values take 32 MB instead of eight times the activation.
 _VALUES_AT_ONCE = 1 << 22
 
 

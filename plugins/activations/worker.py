@@ -23,6 +23,7 @@ from .depth import ATTENTION_DROPOUTS, SUB_CONFIGS, at_depth, stack_depths
 from .request import RESULT_PREFIX
 from .run import Phases, enable_checkpointing, run_training_step
 
+# As in `fit.py`: the difference between two depths is what layers keep, free of what lies around them.
 SHALLOW, DEEP = 2, 4
 TOKEN_LABEL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ...ds_configs.specs.errors import ShardwrightError
 from ..launching.launch import LaunchFailedError, run
 
+# 1 to 3 minutes on a usual machine; a shared one with few cores may take five times as long.
 COMPILE_TIMEOUT_SECONDS = 900.0
 BUILDERS: Mapping[str, str] = {
     "cpu_adam": "CPUAdamBuilder",

@@ -29,6 +29,7 @@ from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
 from .parent_death import signal_at_parent_death
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
+# The failing rank's traceback comes last; what ranks printed before would bury it.
 TAIL_CHARACTERS = 6000
 _POLL_SECONDS = 0.1
 _OTHERS_END_SECONDS = 5.0

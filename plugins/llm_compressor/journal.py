@@ -22,6 +22,7 @@ from ..safetensors.writing import save_tensors
 
 MANIFEST = "journal.json"
 _SCHEMA_VERSION = 1
+# A layer's file can be gigabytes; it is hashed in parts, never read whole.
 _BYTES_AT_ONCE = 1 << 22
 _PACKAGES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
 

@@ -22,6 +22,7 @@ from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.job import OPTIMIZERS
 from .finite_weights import refuse_nonfinite_weights
 
+# The tokenizer without a download: one token for each byte, which every text has.
 BYTE_COUNT = 256
 END_OF_TEXT = "<|endoftext|>"
 SURVIVES_OPTIMIZER_OFFLOAD = frozenset(name for name, spec in OPTIMIZERS.items() if spec.cpu_kernel)

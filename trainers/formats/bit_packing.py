@@ -10,6 +10,7 @@ from ...ds_configs.specs.errors import Fault, RefusedInputError
 if TYPE_CHECKING:
     import torch
 
+# A code takes a byte for each of its bits while it is packed; a multiple of 8, so that parts end on whole bytes.
 _CODES_AT_ONCE = 1 << 20
 
 

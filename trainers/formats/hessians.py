@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 COLUMNS_AT_ONCE = 128
 """Columns between two updates of all columns that follow; the result does not depend on it but for rounding."""
+# Dampening of the mean diagonal itself: beyond it the inverse says nothing but the diagonal, which is taken.
 _LARGEST_DAMPENING = 1.0
 
 

@@ -17,9 +17,11 @@ from .hessians import ErrorFeedback, check_matrix, inverse_factor, weighted_erro
 if TYPE_CHECKING:
     import torch
 
+# A group of equal weights has no range; its scale stays above zero, so that no code becomes NaN.
 _SMALLEST_RANGE = 1e-30
 _EXACT_SVD_SIZE = 512
 """Smaller side up to which all singular values are found; above, the largest by random projections."""
+# Columns beyond the rank; Halko, Martinsson and Tropp (arXiv:0909.4061) advise at least 5 to 10.
 _OVERSAMPLING = 16
 
 

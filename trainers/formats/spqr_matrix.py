@@ -16,6 +16,7 @@ from .hessians import ErrorFeedback, check_matrix, inverse_factor
 if TYPE_CHECKING:
     import torch
 
+# A group of equal weights has no range; its scale stays above zero, so that no code becomes NaN.
 _SMALLEST_RANGE = 1e-30
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 TEACHER_IDS, TEACHER_MASK, SPANS = "teacher_input_ids", "teacher_attention_mask", "alignment_spans"
+# Distributions of both models live for so many rows at once, and are made again in the backward pass.
 _CHUNK_ROWS = 256
 
 

@@ -23,9 +23,12 @@ from ..evaluation.text_windows import TextRequest, TextWindows
 from ..formats.model_directory import copy_companions
 from ..formats.spqr_format import SMALL_DIRECTORY
 from ..verify.checkpoint import (
+    PROBE_ROWS,
+    PROBE_TOKENS,
     UNPROVEN,
     ReferenceLogits,
     Verification,
+    arbitrary_rows,
     fail_output,
     reference_logits,
     verify_checkpoint,
@@ -34,8 +37,6 @@ from .engines import quantize_in_memory
 from .inputs import Notify, Prepared, prepare
 from .journal_place import discard_journal, journal_directory
 from .report import Outcome, report_files
-
-_PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
 
 
 def quantize(
@@ -155,12 +156,8 @@ def verification_tokens(prepared: Prepared) -> list[list[int]]:
     """Return the tokens that the checkpoint must answer as the model in memory does: held-out text, else any."""
     if prepared.samples is not None and (prepared.samples.evaluation or prepared.samples.train):
         samples = prepared.samples.evaluation or prepared.samples.train
-        return [list(sample["input_ids"][:_PROBE_TOKENS]) for sample in samples[:_PROBE_SAMPLES]]
-    vocabulary = len(prepared.tokenizer)
-    length = min(_PROBE_TOKENS, prepared.source.longest or _PROBE_TOKENS)
-    return [
-        [(7919 * (row * length + place) + 31) % vocabulary for place in range(length)] for row in range(_PROBE_SAMPLES)
-    ]
+        return [list(sample["input_ids"][:PROBE_TOKENS]) for sample in samples[:PROBE_ROWS]]
+    return arbitrary_rows(len(prepared.tokenizer), prepared.source.longest)
 
 
 def _evaluation(

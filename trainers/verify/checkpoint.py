@@ -21,7 +21,10 @@ from .reload_worker import FACTS, LOGITS
 TOLERANCE = 1e-3
 """Largest difference of a logit; both sides compute in the checkpoint's own type on the same device."""
 REASON_FILE = "FAILED.txt"
+PROBE_TOKENS, PROBE_ROWS = 128, 4
+"""Tokens of each row, and rows, that a checkpoint and the model in memory must answer alike."""
 _SHOWN_KEYS = 5
+# Large models load slowly from network disks onto CPU hosts; only a process that hangs takes longer.
 _LONGEST_SECONDS = 6 * 3600.0
 
 
@@ -35,6 +38,13 @@ class ReferenceLogits:
     """fp32 [S, V] of each row."""
     device: str
     """Where they were computed."""
+
+
+def arbitrary_rows(vocab_size: int, longest: int | None) -> list[list[int]]:
+    """Return rows of token ids for models without a text, of at most the `longest` tokens that they have places for."""
+    length = min(PROBE_TOKENS, longest or PROBE_TOKENS)
+    # A stride that shares no divisor with usual vocabularies visits tokens all over them, the same ones everywhere.
+    return [[(7919 * (row * length + place) + 31) % vocab_size for place in range(length)] for row in range(PROBE_ROWS)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+# 128 bits: the chance that two of 10^12 samples share a hash is about 10^-15.
 HASH_BYTES = 16
 
 

@@ -19,7 +19,14 @@ from ....plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack
 from ....plugins.compressed_tensors.layout import layout_differences
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.transformers.checkpoint_model import empty_model, model_class, plain_linear
-from ...verify.checkpoint import UNPROVEN, ReferenceLogits, Verification, reference_logits, verify_checkpoint
+from ...verify.checkpoint import (
+    UNPROVEN,
+    ReferenceLogits,
+    Verification,
+    arbitrary_rows,
+    reference_logits,
+    verify_checkpoint,
+)
 from ..rounding.attachment import Attachment, QuantizationState
 from ..rounding.experts import fake_quantize_experts, is_fused_experts
 from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer
@@ -32,7 +39,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_PROBE_TOKENS, _PROBE_ROWS = 128, 4
 _ROOM = 2.5
 """Free memory that an accelerator needs to verify, in sizes of the reference: it, the reloaded model, and work."""
 
@@ -71,12 +77,7 @@ def probe_rows(root: Any, probe: Sequence[Sequence[int]] | None) -> list[list[in
     if probe is not None:
         return [list(row) for row in probe]
     config = root.config.get_text_config()
-    vocabulary = int(config.vocab_size)
-    longest = getattr(config, "max_position_embeddings", None) or _PROBE_TOKENS
-    length = min(_PROBE_TOKENS, int(longest))
-    return [
-        [(7919 * (row * length + place) + 31) % vocabulary for place in range(length)] for row in range(_PROBE_ROWS)
-    ]
+    return arbitrary_rows(int(config.vocab_size), getattr(config, "max_position_embeddings", None))
 
 
 def answers(model: Any, rows: Sequence[Sequence[int]], device: torch.device) -> ReferenceLogits:

@@ -33,6 +33,7 @@ AVERAGING_CONSTANT = 0.01
 """Share of the newest step in a moving average."""
 Reduction = Callable[["Tensor", Literal["min", "sum"]], "Tensor"]
 """Takes a tensor of this rank to the elementwise least, or to the sum, over all ranks."""
+# One all-reduce of 256 histograms of 8192 int64 counts takes 17 MB; one for each layer would cost its latency.
 _HISTOGRAMS_AT_ONCE = 256
 
 
