@@ -17,8 +17,6 @@ Seen with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.1
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
@@ -89,9 +87,10 @@ def _accept_indexed_cpu() -> None:
 def _start_gloo_state(*, deepspeed: bool) -> None:
     """Create Accelerate's process state on gloo; for DeepSpeed also the group that ``zero.Init`` reads."""
     from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import patch_environment
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    with _environment_flag("ACCELERATE_USE_DEEPSPEED", enabled=deepspeed):
+    with patch_environment(ACCELERATE_USE_DEEPSPEED=str(deepspeed).lower()):
         state = PartialState(backend="gloo")
     launched = int(os.environ["WORLD_SIZE"])
     if state.num_processes != launched:
@@ -122,19 +121,6 @@ def _refuse_fsdp1() -> None:
                 fix="set `fsdp_version: 2` in the accelerate configuration",
             )
         )
-
-
-@contextmanager
-def _environment_flag(name: str, *, enabled: bool) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = str(enabled).lower()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _is_set(name: str) -> bool:

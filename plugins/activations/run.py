@@ -161,6 +161,7 @@ def _place_marks(
             tensor = output if isinstance(output, torch.Tensor) else output[0]
             if in_forward[0]:
                 meter.mark(f"layer {number} end")
+            # The gradient of a layer's output comes when that layer's backward pass is about to begin.
             if in_forward[0] and tensor.requires_grad:
                 tensor.register_hook(lambda _: meter.mark(f"gradient {number}"))
 

@@ -159,6 +159,7 @@ def clip_by_the_whole_norm(engine: Any) -> None:
             for each in engine.module.parameters()
             if each.grad is not None
         ]
+        # Experts differ between the ranks of their group, dense parameters do not: only the former are added up.
         squares = torch.zeros(2, dtype=torch.float32, device=engine.device)
         for gradient, is_expert in gradients:
             squares[int(is_expert)] += torch.linalg.vector_norm(gradient, dtype=torch.float32) ** 2

@@ -114,6 +114,7 @@ class StageParts:
             else:
                 loaded.append(made)
             setattr(owner, key, made)
+        # Transformers 5 leaves parameters with this mark alone when it initialises a module's others.
         for parameter in loaded:
             parameter._is_hf_initialized = True
         # Also computes buffers that no checkpoint holds, such as rotary frequencies.

@@ -100,6 +100,7 @@ def _failures(rank: int, exit_code: int, data: Mapping[str, Any]) -> list[RankFa
         extra = told["extraInfo"]
         known = data.get("known", {"message": told["message"], "traceback": extra["py_callstack"]})
         return [RankFailure(rank=rank, seconds=data.get("seconds", float(extra["timestamp"])), **known)]
+    # Elastic ends the other ranks by SIGTERM once one has failed: theirs is no failure of their own.
     if exit_code >= 0 or exit_code == -signal.SIGTERM:
         return []
     return [RankFailure(rank=rank, message="", signal=signal_name(-exit_code))]

@@ -34,20 +34,16 @@ def import_upstream() -> None:
     """
     if "llmcompressor" in sys.modules:
         return
-    saved = os.environ.get(_DISABLED)
-    os.environ[_DISABLED] = "true"
-    try:
+    from accelerate.utils import patch_environment
+
+    asked = _DISABLED in os.environ
+    with patch_environment(**{_DISABLED: "true"}):
         import llmcompressor.modifiers.gptq
         import llmcompressor.modifiers.quantization
         import llmcompressor.modifiers.transform.awq
         import llmcompressor.modifiers.transform.smoothquant  # noqa: F401  (they look for a GPU, and say when there is none)
         from llmcompressor.logger import LOGGER_CONFIG
-    finally:
-        if saved is None:
-            del os.environ[_DISABLED]
-        else:
-            os.environ[_DISABLED] = saved
-    if saved is None:
+    if not asked:
         from loguru import logger
 
         LOGGER_CONFIG.disabled = False

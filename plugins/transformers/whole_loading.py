@@ -19,15 +19,10 @@ _ON = ("1", "true", "yes", "on", "y", "t")
 @contextmanager
 def weights_on_every_rank() -> Iterator[None]:
     """Let `from_pretrained` read the weights on every rank inside the block."""
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = "false"
-    try:
+    from accelerate.utils import patch_environment
+
+    with patch_environment(**{_VARIABLE: "false"}):
         yield
-    finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
 
 
 def loads_on_first_rank() -> bool:

@@ -104,7 +104,7 @@ def test_another_size_than_computed_is_told(written, tmp_path, monkeypatch):
     monkeypatch.setattr(verify.json, "loads", lambda _: {})
     monkeypatch.setattr(verify.Path, "read_text", lambda *_, **__: "")
     monkeypatch.setattr(verify, "_largest_difference", lambda *_: 0.0)
-    monkeypatch.setattr(verify, "layout_faults", lambda *_, expected_bytes: [f"not {expected_bytes} bytes"])
+    monkeypatch.setattr(verify, "layout_differences", lambda *_, expected_bytes: [f"not {expected_bytes} bytes"])
     assert verified(written, written[0], expected_bytes=17).reason == "not 17 bytes"
 
 

@@ -7,9 +7,7 @@ the tensors that are not quantized.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +83,7 @@ def answers(model: Any, rows: Sequence[Sequence[int]], device: torch.device) -> 
     import torch
 
     if device.type == "cuda":
+        # Blocks that torch's allocator keeps would count as taken where free memory is asked for.
         torch.cuda.empty_cache()
         bytes_needed = _ROOM * sum(parameter.nbytes for parameter in model.parameters())
         if torch.cuda.mem_get_info(device)[0] < bytes_needed:
@@ -136,12 +135,17 @@ def proven(
         probe: Rows of token ids; default: any.
         tolerance: Largest allowed difference of a logit.
     """
+    import torch
+    from accelerate.utils import patch_environment
+
     difference = largest_weight_difference(found, attachment, root, directory, device)
     if reads_tokens(root):
         model = trained_reference(found, attachment, root, directory, device)
         logits = answers(model, probe_rows(root, probe), device)
         del model
-        with _same_threads():
+        threads = torch.get_num_threads()
+        # The process that loads the checkpoint splits its sums over as many threads, so that they round alike.
+        with patch_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads):
             proof = verify_checkpoint(
                 directory, reference=logits, layers=layers, scheme=attachment.scheme, tolerance=tolerance
             )
@@ -157,24 +161,6 @@ def proven(
 def reads_tokens(root: Any) -> bool:
     """Return whether a model answers to the tokens of one text alone."""
     return root.main_input_name == "input_ids" and not root.config.is_encoder_decoder
-
-
-@contextmanager
-def _same_threads() -> Iterator[None]:
-    """Let processes that start here split sums over as many threads as this one."""
-    import torch
-
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ |= dict.fromkeys(names, str(torch.get_num_threads()))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _swap_linear(target: Any, module: Any, parameters: Mapping[str, Tensor], state: QuantizationState) -> None:
