@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from ..specs.errors import Fault
@@ -67,6 +67,20 @@ def is_match(name: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     return pattern == name or pattern in LINEAR_CLASSES
+
+
+def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) -> QuantizationScheme:
+    """Return a scheme that targets output heads by name too, where it means them by class.
+
+    vLLM 0.32.0 builds a head as `ParallelLMHead`, which the target `Linear` does not mean: it would look for a dense
+    weight and refuse the packed one. A name that a class covers already changes nothing for Transformers.
+    """
+    unnamed = tuple(
+        layer.name
+        for layer in chosen
+        if layer.is_head and all(target in LINEAR_CLASSES for target in scheme.targets if is_match(layer.name, target))
+    )
+    return replace(scheme, targets=(*scheme.targets, *unnamed)) if unnamed else scheme
 
 
 def scheme_faults(

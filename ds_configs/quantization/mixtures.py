@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from .config_json import config_group, quantization_config
-from .layers import LinearLayer
+from .layers import LinearLayer, with_named_heads
 from .scheme import QuantizationScheme
 
 EXPERTS_TARGET = r"re:.*\.experts\.\d+\."
@@ -50,8 +50,9 @@ def mixture_quantization_config(
         layers: Matrices that are quantized.
         ignore: As for `quantization_config`.
     """
-    found = quantization_config(scheme, ignore=ignore)
     chosen = tuple(layers)
+    scheme = with_named_heads(scheme, chosen)
+    found = quantization_config(scheme, ignore=ignore)
     if not _is_int_quantized(scheme) or not any(layer.is_expert for layer in chosen):
         return found
     experts = replace(expert_scheme(scheme), targets=(EXPERTS_TARGET,))

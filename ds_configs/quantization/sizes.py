@@ -18,7 +18,7 @@ Stored ranges of activations add input_scale [1], input_zero_point int8 [1] and,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import ceil, prod
 
 from .layers import LinearLayer
@@ -165,6 +165,7 @@ def quantized_tensors(
     source: Mapping[str, TensorShape],
     *,
     dtype: str = "bfloat16",
+    kept_in_fp32: Collection[str] = (),
 ) -> dict[str, TensorShape]:
     """Return every tensor of the quantized checkpoint.
 
@@ -173,8 +174,12 @@ def quantized_tensors(
         layers: Those that are quantized, by their names in the checkpoint.
         source: Tensors of the dense checkpoint, from its headers.
         dtype: Type that the model is loaded in; floating tensors that stay dense are saved in it.
+        kept_in_fp32: Tensors that the model's class loads in fp32 whatever their stored type, and saves so.
     """
-    tensors = {name: (shape, _saved_dtype(stored, dtype)) for name, (shape, stored) in source.items()}
+    tensors = {
+        name: (shape, _saved_dtype(stored, "float32" if name in kept_in_fp32 else dtype))
+        for name, (shape, stored) in source.items()
+    }
     for layer in layers:
         tensors.pop(f"{layer.name}.weight", None)
         for part, tensor in packed_tensors(scheme, layer, dtype).items():
@@ -192,6 +197,7 @@ def checkpoint_bytes(
     source: Mapping[str, TensorShape],
     *,
     dtype: str = "bfloat16",
+    kept_in_fp32: Collection[str] = (),
 ) -> int:
     """Return the bytes of all tensors of the quantized checkpoint; file headers come on top.
 
@@ -200,8 +206,9 @@ def checkpoint_bytes(
         layers: Those that are quantized, by their names in the checkpoint.
         source: Tensors of the dense checkpoint, from its headers.
         dtype: Type that the model is loaded in.
+        kept_in_fp32: As for `quantized_tensors`.
     """
-    return tensor_bytes(quantized_tensors(scheme, layers, source, dtype=dtype).values())
+    return tensor_bytes(quantized_tensors(scheme, layers, source, dtype=dtype, kept_in_fp32=kept_in_fp32).values())
 
 
 def bits_per_weight(scheme: QuantizationScheme, layers: Sequence[LinearLayer], *, dtype: str = "bfloat16") -> float:

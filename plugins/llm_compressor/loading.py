@@ -40,6 +40,8 @@ class QuantizationSource:
     """Shape and type of every stored tensor."""
     dtype: str
     """Type that the weights are loaded in."""
+    kept_in_fp32: frozenset[str]
+    """Tensors that the model's class loads in fp32 all the same, such as the routing bias of DeepSeek-V3."""
     dimensions: Dimensions
     """Sizes of the decoder."""
     longest: int | None
@@ -71,6 +73,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         rule, fix = f"{type(meta).__name__} has no output head over tokens", "give a causal language model"
         raise UsageError(Fault(where="model", value=model, rule=rule, fix=fix))
     tensors = stored_tensors(directory)
+    dtype = _dtype(source.config, tensors)
     text = meta.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     layers = linear_layers(meta, tensors)
@@ -81,7 +84,8 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         config=source.config,
         layers=layers,
         tensors=tensors,
-        dtype=_dtype(source.config, tensors),
+        dtype=dtype,
+        kept_in_fp32=_kept_in_fp32(meta, tensors, dtype),
         dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
         default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_patterns(meta)),
@@ -245,3 +249,15 @@ def _dtype(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> str
         return stated
     floats = [dtype for _, dtype in tensors.values() if "float" in dtype]
     return max(set(floats), key=floats.count) if floats else "float32"
+
+
+def _kept_in_fp32(meta: Any, tensors: Mapping[str, TensorShape], dtype: str) -> frozenset[str]:
+    """Return the tensors that transformers 5.17.0 casts up while it loads (`PreTrainedModel._get_dtype_plan`)."""
+    import torch
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = meta._get_dtype_plan(getattr(torch, dtype))
+    if not plan:
+        return frozenset()
+    pattern = build_glob_alternation(list(plan))[0]
+    return frozenset(name for name in tensors if pattern.search(name))

@@ -15,6 +15,7 @@ from ...ds_configs.quantization.layers import (
     scheme_faults,
     scheme_remarks,
     selected_layers,
+    with_named_heads,
 )
 from ...ds_configs.quantization.memory import QuantizationMemory, estimate_quantization_memory
 from ...ds_configs.quantization.methods import METHODS, MethodName, needs_calibration
@@ -120,7 +121,7 @@ def prepare(
     prepared = Prepared(
         source=source,
         resolved=resolved,
-        scheme=scheme,
+        scheme=with_named_heads(scheme, layers),
         layers=layers,
         tokenizer=tokenizer,
         samples=samples,
@@ -129,7 +130,7 @@ def prepare(
         # Methods with a format of their own write dense weights beside it.
         checkpoint_bytes=2 * tensor_bytes(source.tensors.values())
         if own_format
-        else checkpoint_bytes(scheme, layers, source.tensors, dtype=source.dtype),
+        else checkpoint_bytes(scheme, layers, source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32),
     )
     _check_capacity(prepared, output_dir)
     return prepared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from shardwright.ds_configs.quantization.layers import (
     scheme_faults,
     scheme_remarks,
     selected_layers,
+    with_named_heads,
 )
+from shardwright.ds_configs.quantization.mixtures import mixture_quantization_config
 from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, scheme_named
 from shardwright.ds_configs.quantization.sizes import bits_per_weight
 from shardwright.ds_configs.specs.errors import UsageError
@@ -273,3 +276,20 @@ def test_document_names_every_preset_with_its_format():
     matrix = [LinearLayer(name="x", out_features=4096, in_features=4096)]
     for name, row in rows.items():
         assert bits_in(row) == pytest.approx(bits_per_weight(PRESETS[name], matrix), abs=5e-4)
+
+
+def test_heads_are_named_where_a_class_means_them():
+    head = LinearLayer(name="lm_head", out_features=64, in_features=64, is_head=True)
+    body = LinearLayer(name="model.layers.0.up_proj", out_features=64, in_features=64)
+    scheme = scheme_named("W4A16")
+    for targets, expected in (
+        (("Linear",), ("Linear", "lm_head")),
+        (("lm_head",), ("lm_head",)),
+        (("Linear", "re:.*head"), ("Linear", "re:.*head")),
+    ):
+        found = with_named_heads(replace(scheme, targets=targets), [head, body])
+        assert found.targets == expected
+        assert selected_layers(found, [head, body]) == selected_layers(replace(scheme, targets=targets), [head, body])
+    assert with_named_heads(scheme, [body]) is scheme
+    stated = mixture_quantization_config(scheme, [head, body])["config_groups"]["group_0"]
+    assert stated["targets"] == ["Linear", "lm_head"]

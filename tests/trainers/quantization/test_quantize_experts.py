@@ -78,6 +78,45 @@ def test_round_trip(mixtures, tmp_path, capsys, name, method, expert):
     assert routers == {entry for entry in names_in(mixtures[name]) if ".gate." in entry}, "a router was rounded"
 
 
+def test_biases_that_are_loaded_in_fp32_are_counted_so(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    routed = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    config = DeepseekV3Config(**SIZES | {"num_key_value_heads": 4}, **latent, **routed, moe_intermediate_size=128)
+    source, output = tmp_path / "deepseek", tmp_path / "q"
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(source)
+    byte_tokenizer(384).save_pretrained(source)
+    with safe_open(source / "model.safetensors", framework="pt") as stored:
+        biases = [name for name in stored.keys() if name.endswith("e_score_correction_bias")]  # noqa: SIM118
+        assert biases and all(stored.get_slice(name).get_dtype() == "BF16" for name in biases)
+    assert (
+        run(
+            [
+                "quantize",
+                str(source),
+                "--method",
+                "rtn",
+                "--group-size",
+                "32",
+                "--no-evaluate",
+                "--output-dir",
+                str(output),
+            ]
+        )
+        == 0
+    )
+    with safe_open(output / "model.safetensors", framework="pt") as stored:
+        assert all(stored.get_slice(name).get_dtype() == "F32" for name in biases)
+
+
 def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
     """llmcompressor 0.14.0.1 writes gate_proj for w1; when it no longer does, `restore_expert_names` can go."""
     from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
