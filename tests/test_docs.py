@@ -18,6 +18,12 @@ ALL = [ROOT / "CHANGELOG.md", *READ]
 WRITTEN = [page for page in READ if page.parent.name != "reference"]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 LINES_OF_TWO_SCREENS = 110
+FLAGS_OF_OTHERS = {
+    *("--write", "--strict"),  # benchmarks
+    "--nproc-per-node",  # torchrun
+    *("--training-arguments", "--plan"),  # shardwright.trainers.train_causal_lm
+    "--help",
+}
 
 
 def name_of(page: Path) -> str:
@@ -82,6 +88,14 @@ def test_named_files_exist(page):
         assert list(ROOT.glob(path.removesuffix("/"))), f"names {path}"
 
 
+def test_pages_that_code_names_exist():
+    folders = ("ds_configs", "plugins", "trainers", "cli", "benchmarks", "tools", "tests", "examples")
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        text = path.read_text(encoding="utf-8").replace('" / "', "/")
+        for page in re.findall(r"docs/[\w/]+\.(?:md|png)", text):
+            assert (ROOT / page).is_file(), f"{name_of(path)} names {page}"
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_imports_of_python_blocks_exist(page):
     text = page.read_text(encoding="utf-8")
@@ -113,6 +127,8 @@ def test_named_flags_exist(page):
     """A flag that stands behind one of our commands is one of that command."""
     known = {name: flags_of(name) for name in build_app() if not name.startswith("-")}
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    stated = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
+    assert stated <= set().union(FLAGS_OF_OTHERS, *known.values())
     for command, rest in re.findall(r"shardwright ([a-z][a-z-]*)([^\n`|;]*)", text):
         for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest) if command in known else ():
             assert flag in known[command], f"names shardwright {command} {flag}"

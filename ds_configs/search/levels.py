@@ -1,8 +1,8 @@
 """The layouts that the search tries, in the order of preference.
 
 No offload comes before offload, CPU before NVMe; then what loses least of a step to communication and idle stages
-(`ds_configs/step_time/step_cost.py`); then the least communication; then the simpler engine. The order does not depend on the
-accelerator's memory, so more memory never leads to a higher stage.
+(`ds_configs/step_time/step_cost.py`); then the least communication; then the simpler engine. The order does not depend
+on the accelerator's memory, so more memory never leads to a higher stage.
 """
 
 from __future__ import annotations
