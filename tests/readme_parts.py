@@ -11,9 +11,13 @@ from pathlib import Path
 from textwrap import wrap
 
 from paths import ROOT
+from shardwright.trainers.checkpoints.resume_rules import RULES
 from test_architecture import room_graph
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "reference" / "tree.md", ROOT / "docs" / "explain" / "architecture.md")
+PAGES = [
+    ROOT / page
+    for page in ("README.md", "docs/reference/tree.md", "docs/explain/architecture.md", "docs/guides/checkpoints.md")
+]
 FLOORS = ("ds_configs", "plugins", "trainers", "cli")
 OTHERS = {
     "ds_configs/data/": "accelerators, activation coefficients, known configuration keys",
@@ -76,12 +80,20 @@ def arrows() -> str:
     return "\n".join(lines)
 
 
+def resume() -> str:
+    """One row for each fact that a resumed run is compared by."""
+    rows = [f"| `{rule.fact}` | {rule.action} | {rule.why} |" for rule in RULES]
+    return "\n".join(["| where this differs | the run is | because |", "|---|---|---|", *rows])
+
+
 def with_generated_parts(page: str) -> str:
     """A page with the parts that it marks made anew."""
-    for name, make in (("tree", tree), ("rooms", rooms), ("arrows", arrows)):
+    for name, make in (("tree", tree), ("rooms", rooms), ("arrows", arrows), ("resume", resume)):
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if start in page:
-            block = f"{start}\n```text\n{make()}\n```\n{end}"
+            made = make()
+            fenced = made if made.startswith("|") else f"```text\n{made}\n```"
+            block = f"{start}\n{fenced}\n{end}"
             page = re.sub(f"{start}.*{end}", lambda _, block=block: block, page, flags=re.DOTALL)
     return page
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ LINES_OF_TWO_SCREENS = 110
 FLAGS_OF_OTHERS = {
     *("--write", "--strict"),  # benchmarks
     "--nproc-per-node",  # torchrun
-    *("--training-arguments", "--plan"),  # shardwright.trainers.train_causal_lm
+    # shardwright.trainers.train_causal_lm
+    *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),
     "--help",
 }
 
@@ -134,6 +136,7 @@ def test_named_flags_exist(page):
             assert flag in known[command], f"names shardwright {command} {flag}"
 
 
+@cache
 def flags_of(command: str) -> set[str]:
     app = build_app()[command]
     subcommands = [name for name in app if not name.startswith("-")] if app.default_command is None else []
