@@ -26,7 +26,9 @@ class CheckOptions(FormatOptions):
 
 
 def check_command(
-    files: Annotated[list[Path], Parameter(negative="")], *, options: Annotated[CheckOptions, Options] = FILLED
+    files: Annotated[list[Path], Parameter(negative="", json_list=False)],
+    *,
+    options: Annotated[CheckOptions, Options] = FILLED,
 ) -> int:
     """Find every fault in DeepSpeed JSON and Accelerate YAML files, whoever wrote them.
 

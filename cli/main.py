@@ -16,7 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 from .. import __version__
 from ..ds_configs.specs.errors import FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
-from .settings import Sources, call
+from .settings import Sources, resolve
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
@@ -55,7 +55,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 does not fit, 4 refused input."""
     try:
         sources = Sources(_COMMANDS)
-        result = call(build_app(sources), sources, arguments)
+        command, bound = resolve(build_app(sources), sources, arguments)
+        result = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except CycloptsError as error:

@@ -6,7 +6,9 @@ import json
 from typing import Annotated, Any, Literal
 
 from .options import ConfigOption
-from .settings import FILLED, Options
+from .settings import FILLED, Options, grouped
+
+grouped(ConfigOption)
 
 
 def schema_command(

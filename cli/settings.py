@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
+from inspect import BoundArguments
 from typing import Any, TypeVar, get_origin
 
 from cyclopts import App, CycloptsError, Group, Parameter, Token
@@ -61,6 +62,9 @@ class Sources(Env):
                 self.faults.append(Fault(where="config (from file)", value=value, rule=rule, fix="use --config"))
             else:
                 self._append(options[name], value, "file")
+        for name, argument in options.items():
+            if get_origin(argument.hint) is dict:
+                self._read_mappings(name, argument)
         for root in arguments:
             # Cyclopts builds a group of options only where one of them is stated.
             if not root.keys and root.children and not root.has_tokens:
@@ -102,6 +106,18 @@ class Sources(Env):
             self.faults += error.faults
             return {}
 
+    def _read_mappings(self, name: str, argument: Argument) -> None:
+        """Spell mappings as JSON, which is what Cyclopts reads; users write them as YAML."""
+        from ..ds_configs.specs.settings import parsed
+
+        for index, token in enumerate(argument.tokens):
+            if token.value.lstrip().startswith("{"):
+                try:
+                    argument.tokens[index] = token.evolve(value=json.dumps(parsed(token.value), default=str))
+                except ValueError as error:
+                    self.faults.append(Fault(where=name, value=token.value, rule=str(error)))
+                    argument.tokens[index] = token.evolve(value="{}")
+
     def _append(self, argument: Argument, value: Any, source: str) -> None:
         """Add the tokens that a flag would have for this value."""
         if argument.tokens:
@@ -138,8 +154,8 @@ def _unknown(name: str, options: Iterable[str], where: str) -> Fault:
     return unknown_fault(name, options, where=where)
 
 
-def call(app: App, sources: Sources, tokens: Sequence[str]) -> Any:
-    """Run the command that the tokens name and return its result.
+def resolve(app: App, sources: Sources, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundArguments]:
+    """Return the command that the tokens name, and its parameters from all sources.
 
     Raises:
         UsageError: everything wrong with its settings, from whatever source.
@@ -153,7 +169,7 @@ def call(app: App, sources: Sources, tokens: Sequence[str]) -> Any:
             spelled = _plain_switch(error, tokens)
             if spelled is None:
                 raise
-            return call(app, sources, spelled)
+            return resolve(app, sources, spelled)
         faults = sources.faults + _conversion_faults(sources.arguments)
         raise UsageError(faults + _unused_faults(error.unused_tokens, sources)) from error
     faults = sources.faults + _unused_faults(unused, sources)
@@ -163,7 +179,7 @@ def call(app: App, sources: Sources, tokens: Sequence[str]) -> Any:
     for value in bound.arguments.values():
         if hasattr(value, "stated_by"):
             value.stated_by(origins)
-    return command(*bound.args, **bound.kwargs)
+    return command, bound
 
 
 def _plain_switch(error: CycloptsError, tokens: Sequence[str]) -> list[str] | None:
@@ -213,7 +229,7 @@ def _faults_of(argument: Argument, error: CycloptsError) -> list[Fault]:
     if not isinstance(error.__cause__, ValidationError):
         if isinstance(error, MissingArgumentError):
             return [_missing(argument)]
-        return [Fault(where=argument.names[0], rule=str(error).strip())]
+        return [Fault(where=argument.names[0], rule=" ".join(str(error).split()))]
     stated = _options(argument.children)
     found = []
     for fault in faults_of(error.__cause__, argument.resolved_hint):
@@ -243,7 +259,9 @@ def grouped(kind: Kind) -> Kind:
     for name, field in kind.model_fields.items():  # type: ignore[attr-defined]
         # Several NAME=VALUE are a flag that is repeated.
         tokens = -1 if get_origin(field.annotation) is dict else None
-        field.metadata.append(Parameter(group=_heading(groups[name]), n_tokens=tokens))
+        option, opposite = name.replace("_", "-"), (field.json_schema_extra or {}).get("negative")
+        negative = [f"--{opposite}", f"--no-{option}"] if opposite else None
+        field.metadata.append(Parameter(group=_heading(groups[name]), n_tokens=tokens, negative=negative))
     return kind
 
 

@@ -37,7 +37,9 @@ class SchemeSettings(Settings):
         ge=-1,
         description="Input channels that share a scale; -1 for a whole output channel. Default: by the scheme",
     )
-    symmetric: bool | None = Field(None, description="Without zero points. Default: by the scheme")
+    symmetric: bool | None = Field(
+        None, description="Without zero points. Default: by the scheme", json_schema_extra={"negative": "asymmetric"}
+    )
     targets: Names | None = Field(
         None, description="Layers to quantize: Linear, names, or re: patterns. Default: Linear"
     )

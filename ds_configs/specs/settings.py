@@ -96,26 +96,14 @@ def _joined(value: object) -> object:
 
 
 def _named_values(value: object) -> object:
-    """Return `NAME=VALUE` texts, or a mapping, as a mapping whose texts are read as YAML reads them."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        value = parsed(value)
-    if isinstance(value, Mapping):
-        # What a file states is text, as behind NAME=.
-        pairs = [(str(name), item) for name, item in value.items()]
-    else:
-        words = [value] if isinstance(value, str) else value
-        if not isinstance(words, list | tuple) or not all(isinstance(word, str) and word[:1] != "=" for word in words):
-            raise ValueError("must be NAME=VALUE")
-        if not all("=" in word for word in words):
-            raise ValueError("must be NAME=VALUE")
-        pairs = [(name, item) for name, _, item in (word.partition("=") for word in words)]
-    return {name.strip().replace("-", "_"): _value(item) for name, item in pairs}
-
-
-def _value(item: object) -> object:
-    if isinstance(item, str):
-        return parsed(item) if item else item
-    return [_value(one) for one in item] if isinstance(item, list) else item
+    """Return `NAME=VALUE` texts, or a mapping, as a mapping; values are what YAML reads."""
+    if isinstance(value, dict):
+        return {str(name).replace("-", "_"): item for name, item in value.items()}
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) and word.find("=") > 0 for word in words):
+        raise ValueError("must be NAME=VALUE")
+    pairs = (word.partition("=") for word in words)
+    return {name.strip().replace("-", "_"): parsed(text) if text else text for name, _, text in pairs}
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: _items(value, _words))]

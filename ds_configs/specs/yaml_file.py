@@ -74,14 +74,19 @@ def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = 
 
 
 def settings_mapping(content: bytes | str, *, name: str) -> dict[str, Any]:
-    """Return the settings in a YAML text by name, values as text; keys may be written with hyphens.
+    """Return the settings in a YAML text by name; keys may be written with hyphens.
+
+    Values are text, or what YAML reads where they are mappings, as behind `NAME=` of a flag.
 
     Raises:
         UsageError: it is not YAML, holds no mapping, or states a key twice.
     """
     values: dict[str, Any] = {}
     faults = []
-    for key, value in yaml_mapping(content, name=name, what="config", as_text=True).items():
+    written = yaml_mapping(content, name=name, what="config", as_text=True)
+    read = yaml_mapping(content, name=name, what="config")
+    for key, text in written.items():
+        value = read[key] if isinstance(text, dict) else text
         plain = key.replace("-", "_")
         if plain in values:
             rule, fix = "is stated twice, with a hyphen and an underscore", "keep one"

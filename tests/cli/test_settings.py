@@ -1,0 +1,334 @@
+"""Settings of every command: the same text from a flag, a variable and a file is the same value, and ranks alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+from unittest.mock import patch
+
+import pytest
+import yaml
+from cyclopts.argument import Argument
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from shardwright.cli.main import _COMMANDS, build_app, run
+from shardwright.cli.settings import Sources, resolve
+from shardwright.ds_configs.specs.settings import Settings
+
+COMMANDS = [*((name,) for name in _COMMANDS if name != "configs"), ("configs", "ls"), ("configs", "cp")]
+NAMES = [" ".join(command) for command in COMMANDS]
+
+
+class Source(Enum):
+    """Where a value is stated, the later ones first in rank."""
+
+    FILE = "file"
+    ENVIRONMENT = "environment"
+    FLAG = "flag"
+
+
+Stated = Mapping[str, str]
+"""Texts by option, with underscores."""
+
+
+def options_of(command: tuple[str, ...]) -> dict[str, Argument]:
+    """Return the options of a command by name; what names a file is none."""
+    app = build_app(Sources(_COMMANDS))
+    for word in command:
+        app = app[word]
+    found = {}
+    for argument in app.assemble_argument_collection():
+        if not argument.children:
+            found[argument.name.removeprefix("--").replace("-", "_")] = argument
+    del found["config"]
+    return found
+
+
+OPTIONS = {command: options_of(command) for command in COMMANDS}
+
+
+def members(annotation: Any) -> list[Any]:
+    """Return the plain types that an annotation allows."""
+    inner = [item for item in get_args(annotation) if item is not NoneType]
+    if get_origin(annotation) in (Literal, tuple, list, dict) or not inner:
+        return [annotation]
+    return [one for item in inner for one in members(item)]
+
+
+def texts(argument: Argument) -> st.SearchStrategy[str]:
+    """Return texts that an option takes."""
+    choices: list[st.SearchStrategy[str]] = []
+    for kind in members(argument.hint):
+        origin, inner = get_origin(kind), get_args(kind)
+        if origin is Literal:
+            choices.append(st.sampled_from(inner))
+        elif kind is bool:
+            choices.append(st.sampled_from(["true", "false", "yes", "no", "on", "off", "1", "0", "True", "FALSE"]))
+        elif kind is int:
+            choices.append(st.sampled_from(["2", "7", "64", "007", "1_000"]))
+        elif kind is float:
+            choices.append(st.sampled_from(["0.5", "5e-1", ".25", "0.125"]))
+        elif origin in (tuple, list) and inner[0] in (int, float):
+            choices.append(st.sampled_from(["3", "1,2", " 4 , 5 ", "[1, 2]"]))
+        elif origin in (tuple, list):
+            choices.append(st.sampled_from(["one", "re:.*(q,k){1,2}_proj", "0123", "[a, b]"]))
+        elif origin is dict:
+            choices.append(st.sampled_from(["a=1", "b=[1, 2]", "c=", "d=on", "e=x=y"]))
+        else:
+            assert kind in (str, Path), (argument.name, kind)
+            choices.append(st.sampled_from(["plain", "1.10", "0123", "on", "1e-5", "2024-01-01", "a b", "x: y", "#1"]))
+    return st.one_of(choices)
+
+
+def resolved(command: tuple[str, ...], **stated: Stated) -> dict[str, Any]:
+    """Return the value and the origin of every option, with what each source states."""
+    by_source = {source: stated.get(source.name.lower(), {}) for source in Source}
+    prefix = f"SHARDWRIGHT_{'_'.join(command).upper().replace('-', '_')}_"
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("SHARDWRIGHT_")}
+    environment |= {f"{prefix}{name.upper()}": text for name, text in by_source[Source.ENVIRONMENT].items()}
+    tokens = [*command]
+    for name, text in by_source[Source.FLAG].items():
+        tokens.append(f"--{name.replace('_', '-')}={text}")
+    if by_source[Source.FILE]:
+        tokens.append("--config=settings.yaml")
+    sources = Sources(_COMMANDS)
+    content = yaml.safe_dump(dict(by_source[Source.FILE])).encode()
+    with (
+        patch.dict(os.environ, environment, clear=True),
+        patch("shardwright.cli.options.read_small_file", lambda *_, **__: content),
+        patch("shardwright.ds_configs.quantization.recipe.read_small_file", lambda *_, **__: content),
+        patch("shardwright.ds_configs.quantization.recipe.Path.is_file", lambda _: True),
+    ):
+        _, bound = resolve(build_app(sources), sources, tokens)
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if not isinstance(value, Settings):
+            found[name] = value
+            continue
+        values = value.model_dump(by_alias=True)
+        origins = value.origins()
+        found |= {key: item for key, item in values.items() if key != "config"}
+        found |= {f"{key} from": origin for key, origin in origins.items() if key != "config"}
+    return found
+
+
+def values_of(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if not name.endswith(" from")}
+
+
+@st.composite
+def statements(draw: st.DrawFn, command: tuple[str, ...]) -> dict[str, str]:
+    """Draw a text for every option of a command."""
+    return {name: draw(texts(argument)) for name, argument in OPTIONS[command].items()}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
+@hypothesis_settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_every_option_reads_the_same_text_from_every_source(command: tuple[str, ...], data: st.DataObject) -> None:
+    stated = data.draw(statements(command))
+    by_flag = resolved(command, flag=stated)
+    for source in ("environment", "file"):
+        found = resolved(command, **{source: stated})
+        assert values_of(found) == values_of(by_flag), source
+        origins = {origin for name, origin in found.items() if name.endswith(" from")}
+        assert origins <= {source}, origins
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
+@hypothesis_settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_flags_win_over_environment_over_file_over_defaults(command: tuple[str, ...], data: st.DataObject) -> None:
+    options = OPTIONS[command]
+    needed = {name for name, argument in options.items() if argument.required}
+    stated: dict[str, dict[str, str]] = {source.name.lower(): {} for source in Source}
+    winner: dict[str, str] = {}
+    for name, argument in options.items():
+        chosen = data.draw(st.sets(st.sampled_from(Source), min_size=1 if name in needed else 0))
+        for source in sorted(chosen, key=[*Source].index):
+            text = data.draw(texts(argument))
+            stated[source.name.lower()][name] = winner[name] = text
+    found = resolved(command, **stated)
+    assert values_of(found) == values_of(resolved(command, flag=winner))
+    ranks = [source.name.lower() for source in Source]
+    for name in options:
+        expected = next((rank for rank in reversed(ranks) if name in stated[rank]), "default")
+        assert found.get(f"{name} from", expected) == expected, name
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("SHARDWRIGHT_") and name != "SHARDWRIGHT_DATA_DIR"]:
+        monkeypatch.delenv(name)
+    yield
+
+
+def faults(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return the lines of a command that must refuse its settings."""
+    capsys.readouterr()
+    assert run(words) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    lines = shown.err.splitlines()
+    assert all(line.startswith("error: ") for line in lines), shown.err
+    return [line.removeprefix("error: ") for line in lines]
+
+
+TRIED = {
+    "plan": ("plan", "m", "--hardware", "8xA100-80GB"),
+    "distill": ("distill", "t", "s", "--output-dir", "out"),
+    "qat": ("qat", "m", "--output-dir", "out"),
+    "quantize": ("quantize", "m", "--dry-run"),
+    "cache-teacher": ("cache-teacher", "t", "--dry-run"),
+    "evaluate": ("evaluate", "m"),
+}
+"""Commands that have `seq_len`, with what they need."""
+FILES = [
+    ("seq_len: 2.5", ["seq_len (from file) = 2.5: must be an integer"]),
+    ("seq_len: 1e400", ["seq_len (from file) = '1e400': must be an integer"]),
+    ("seq_len: [1, 2]", ['seq_len (from file) = \'["1", "2"]\': must be an integer']),
+    ("seq_len: {a: 1}", ["must be an integer"]),
+    ("seq-len: 64\nseq_len: 65", ["seq_len (from file): is stated twice, with a hyphen and an underscore; keep one"]),
+    ("seq-lem: 64", ["seq_lem (from file): is not a setting; did you mean seq_len?"]),
+    (
+        "seq_len: x\nnothing_like_it: 1\nformat: html",
+        ["seq_len (from file) = 'x'", "nothing_like_it", "or 'json'"],
+    ),
+    ("config: other.yaml", ["config (from file) = 'other.yaml': names a file from inside of one; use --config"]),
+    ("- seq_len", ["must hold a mapping of keys and values"]),
+    ("seq_len: &a 64\nrevision: *a", ["is not valid YAML (aliases are not allowed)"]),
+    ("seq_len: !!python/object/apply:os.system [ls]", ["is not valid YAML"]),
+    ("a: [", ["is not valid YAML"]),
+    ("", ["must hold a mapping"]),
+]
+
+
+@pytest.mark.parametrize("command", list(TRIED))
+@pytest.mark.parametrize(("text", "said"), FILES, ids=[text.partition("\n")[0] for text, _ in FILES])
+def test_a_file_has_the_same_faults_for_every_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, text: str, said: list[str]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    found = faults(capsys, *TRIED[command], "--config", str(file))
+    assert len(found) == len(said), found
+    for part in said:
+        assert any(part in fault for fault in found), (part, found)
+
+
+@pytest.mark.parametrize("command", list(TRIED))
+def test_a_file_that_is_no_text_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    file = tmp_path / "settings.yaml"
+    for content, said in ((b"\xff\xfe\x00", "config = "), (b"#" * (2**20 + 1), "is over 1048576 bytes")):
+        file.write_bytes(content)
+        (found,) = faults(capsys, *TRIED[command], "--config", str(file))
+        assert said in found
+    (missing,) = faults(capsys, *TRIED[command], "--config", str(tmp_path / "none.yaml"))
+    assert "config = " in missing
+
+
+@pytest.mark.parametrize("command", list(TRIED))
+def test_variables_belong_to_the_command_that_they_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    words = TRIED[command]
+    own = f"SHARDWRIGHT_{command.upper().replace('-', '_')}_"
+    other = "SHARDWRIGHT_QUANTIZE_" if command == "plan" else "SHARDWRIGHT_PLAN_"
+    for name in (f"{other}SEQ_LEN", f"{other}NO_SUCH_OPTION", "SHARDWRIGHT_CONFIGS_LS_FORMAT", "SHARDWRIGHT_ELSEWHERE"):
+        monkeypatch.setenv(name, "nonsense")
+    monkeypatch.setenv(f"{own}SEQ_LEN", "nonsense")
+    (found,) = faults(capsys, *words)
+    assert found == f"seq_len (from {own}SEQ_LEN) = 'nonsense': must be an integer"
+    monkeypatch.delenv(f"{own}SEQ_LEN")
+    monkeypatch.setenv(f"{own}SEQLEN", "64")
+    (found,) = faults(capsys, *words)
+    assert found == f"{own}SEQLEN: is not a setting; did you mean seq_len?"
+    monkeypatch.delenv(f"{own}SEQLEN")
+    monkeypatch.setenv("SHARDWRIGHT_SEQ_LEN", "64")
+    (found,) = faults(capsys, *words)
+    assert found == f"SHARDWRIGHT_SEQ_LEN = '64': names no command, so it states nothing; use {own}SEQ_LEN"
+
+
+def test_every_fault_of_every_source_is_told_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("lora_rank: 0\nlearning_rat: 1\nloss: l2\nseed: null\n")
+    monkeypatch.setenv("SHARDWRIGHT_QAT_EPOCHS", "nan")
+    monkeypatch.setenv("SHARDWRIGHT_QAT_KV_CASHE", "fp8")
+    found = faults(
+        capsys, "qat", "m", "--config", str(file), "--seq-len=2.5", "--micro_batch_size", "few", "--aplha", "1"
+    )
+    assert sorted(found) == [
+        "--aplha: is not an option; did you mean --alpha?",
+        "SHARDWRIGHT_QAT_KV_CASHE: is not a setting; did you mean kv_cache?",
+        "epochs (from SHARDWRIGHT_QAT_EPOCHS) = 'nan': must be a finite number",
+        "learning_rat (from file): is not a setting; did you mean learning_rate?",
+        "lora_rank (from file) = 0: must be greater than or equal to 1",
+        "loss (from file) = 'l2': must be 'forward_kl', 'reverse_kl', 'jsd', 'skewed_kl', 'skewed_reverse_kl' or "
+        "'total_variation'",
+        "micro_batch_size = 'few': must be an integer or 'auto'",
+        "output_dir: is missing; give --output-dir",
+        "seed (from file): must not be null; leave it out to get its default",
+        "seq_len = 2.5: must be an integer",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--method-option", "a=[1"), "method_options = 'a=[1': is not valid YAML (expected ',' or ']'"),
+        (("--method-option", "novalue"), "method_options = 'novalue': must be NAME=VALUE"),
+        (("--method-option", "a=1", "--method-option", "=2"), "must be NAME=VALUE"),
+        (("--method-option", "a=!!python/name:os.system"), "is not valid YAML"),
+        (("--method-options", "{a"), "is not valid YAML (expected ',' or '}'"),
+        (("--method-options", "[1]"), "method_options = '[1]': must be NAME=VALUE"),
+        (("--ignore", "[a"), "ignore = ['[a']: is not valid YAML"),
+        (("--symmetric=maybe",), 'Invalid value for --symmetric: unable to convert "maybe" into bool.'),
+        (("--seq-len", "64", "--seq_len", "65"), "--seq_len specified multiple times"),
+        (("--seq-len",), "--seq-len requires an argument"),
+        (("--batch-size", "0"), "batch_size = 0: must be greater than or equal to 1"),
+        (("--percentile", "nan"), "percentile = 'nan': must be a finite number"),
+        (("--method", "gtpq"), "did you mean gptq?"),
+    ],
+)
+def test_values_with_broken_syntax_are_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    (found,) = faults(capsys, "quantize", "m", "--dry-run", *words)
+    assert said in found
+
+
+def test_lists_switches_null_and_named_values_have_one_spelling_everywhere() -> None:
+    command = ("quantize",)
+    for source in ("flag", "environment", "file"):
+        for text in ("a,re:.*b", "[a, re:.*b]", " a , re:.*b "):
+            found = resolved(command, **{source: {"model": "m", "ignore": text}})
+            assert found["ignore"] == ("a", "re:.*b"), (source, text)
+        for text, value in (("on", True), ("No", False), ("null", None)):
+            assert resolved(command, **{source: {"model": "m", "symmetric": text}})["symmetric"] is value
+        found = resolved(command, **{source: {"model": "m", "method_option": "{a-b: 0.05, c: [1, x], d: 'on'}"}})
+        assert found["method_option"] == {"a_b": 0.05, "c": [1, "x"], "d": "on"}
+        assert resolved(command, **{source: {"model": "m", "dataset": "null"}})["dataset"] is None
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
+def test_help_groups_options_and_names_defaults_and_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([*command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    prefix = f"SHARDWRIGHT_{'_'.join(command).upper().replace('-', '_')}_"
+    for name in OPTIONS[command]:
+        assert f"{prefix}{name.upper()}" in shown
+    headings = [line.split(" ")[1] for line in shown.splitlines() if line.startswith("╭─ ")]
+    assert "Output" in headings and len(headings) == len(set(headings))
+    if len(OPTIONS[command]) > 12:
+        assert len(headings) >= 3
+    assert "[default: " in shown or command == ("check",)
