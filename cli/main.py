@@ -17,6 +17,7 @@ from .. import __version__
 from ..ds_configs.specs.errors import FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 from .settings import Sources, resolve
+from .streams import PRINTING, outlast_readers
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
@@ -123,5 +124,7 @@ def main() -> None:
         # A bar or a path that the terminal's encoding lacks is shown escaped.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if not PRINTING.intersection(sys.argv[1:2]):
+        outlast_readers()
     quiet_optional_kernels()
     raise SystemExit(run(sys.argv[1:]))

@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ..deepspeed.compiled_operators import break_abandoned_locks
 from ..launching.shared_memory import release_buffer
 
 Engine = Literal["ddp", "deepspeed", "fsdp2"]
@@ -62,6 +63,7 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
         _start_gloo_state(deepspeed=False)
         _report_as_multi_accelerator()
     else:
+        break_abandoned_locks()
         _start_gloo_state(deepspeed=True)
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
 

@@ -2,22 +2,25 @@
 
 Seen with deepspeed 0.19.8 and torch 2.13.0: operators are compiled at first use, for 1 to 3 minutes, into
 `TORCH_EXTENSIONS_DIR`. torch creates `<operator>/lock` meanwhile (torch/utils/file_baton.py) and holds it open; a
-compilation that is killed leaves it behind, and every later one waits for it without a word.
+compilation or a rank that is killed leaves it behind, and every later one waits for it without a word.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
 from ..launching.launch import LaunchFailedError, run
 
 # 1 to 3 minutes on a usual machine; a shared one with few cores may take five times as long.
 COMPILE_TIMEOUT_SECONDS = 900.0
+ABANDONED_SECONDS = 10.0
 BUILDERS: Mapping[str, str] = {
     "cpu_adam": "CPUAdamBuilder",
     "cpu_adagrad": "CPUAdagradBuilder",
@@ -84,6 +87,39 @@ def prepare_operators(operators: Sequence[str], *, notify: Callable[[str], None]
         # There was none before, and the compilation has ended: what an interrupted one left is its own.
         for lock in stale_locks(directory, missing):
             lock.unlink(missing_ok=True)
+
+
+def break_abandoned_locks() -> None:
+    """Let ranks pass a lock that a killed process left, which they meet when they load an operator.
+
+    The lock of an operator that is compiled is held for as long as the file is loaded, a moment; where it has lain for
+    `ABANDONED_SECONDS`, and no process here has it open, nobody will remove it.
+    """
+    from torch.utils.file_baton import FileBaton
+
+    if getattr(FileBaton, "_passes_abandoned_locks", False):
+        return
+    wait = FileBaton.wait
+
+    def wait_for_holder(self: Any) -> None:
+        lock = Path(self.lock_file_path)
+        while lock.exists() and not is_abandoned(lock):
+            time.sleep(self.wait_seconds)
+        if lock.exists():
+            print(f"{lock} was left by a process that was killed: removed", file=sys.stderr, flush=True)
+            lock.unlink(missing_ok=True)
+        wait(self)
+
+    FileBaton.wait, FileBaton._passes_abandoned_locks = wait_for_holder, True
+
+
+def is_abandoned(lock: Path) -> bool:
+    """Tell whether nobody will remove the lock of a compiled operator."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except OSError:
+        return False
+    return any(lock.parent.glob("*.so")) and age > ABANDONED_SECONDS and not is_open_somewhere(lock)
 
 
 def extensions_directory() -> Path:

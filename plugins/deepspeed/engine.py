@@ -13,6 +13,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ..transformers.training_arguments import deepspeed_configuration
+from .compiled_operators import break_abandoned_locks
 from .nvme import restore_optimizer_states_from_nvme
 
 _TOTAL_BY_ALL_RANKS = "train_batch_size (calculated)"
@@ -28,12 +29,16 @@ def has_libaio() -> bool:
 def prepare_nvme_offload(arguments: Any) -> None:
     """Refuse NVMe offload on a host that cannot build `async_io`, and let such a run resume with its states.
 
+    Under any DeepSpeed configuration ranks also pass the locks of operators that killed ranks left.
+
     `arguments` are `TrainingArguments`.
 
     Raises:
         UsageError: NVMe offload is asked for, and libaio's header is missing.
     """
     configuration = deepspeed_configuration(arguments) or {}
+    if configuration:
+        break_abandoned_locks()
     zero = configuration.get("zero_optimization", {})
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
     wanted = any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections)

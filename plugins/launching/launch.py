@@ -32,6 +32,8 @@ from .shared_memory import remove_abandoned_buffers, remove_buffers
 # The failing rank's traceback comes last; what ranks printed before would bury it.
 TAIL_CHARACTERS = 6000
 _POLL_SECONDS = 0.1
+STOP_SECONDS = 600.0
+"""What ranks get to save a checkpoint when the command is asked to stop; torchrun's own 30 s are few for large ones."""
 _OTHERS_END_SECONDS = 5.0
 """What the other launchers of a job get to report, after one has failed: theirs may be the cause."""
 
@@ -157,6 +159,10 @@ def run_together(
             for index, launch in enumerate(launches):
                 running.append(_Running(launch, Path(directory) / f"{index}.log", token))
             failed, code = _wait(running, timeout_seconds, on_line or (lambda _: None))
+        except (KeyboardInterrupt, SystemExit):
+            # Ctrl-C, and SIGTERM to the command.
+            _ask_to_stop([started.process for started in running])
+            raise
         finally:
             _end_processes([started.process for started in running], token)
             for port in ports:
@@ -190,6 +196,8 @@ class _Running:
                     **(launch.environment or {}),
                     _TOKEN: token,
                     ERROR_FILE: str(self.error_file),
+                    # torchrun's `--shutdown-timeout`, which accelerate has no flag for.
+                    "PET_SHUTDOWN_TIMEOUT": str(int(STOP_SECONDS)),
                 },
                 # On SIGTERM a launcher ends its ranks.
                 preexec_fn=signal_at_parent_death(signal.SIGTERM),
@@ -253,6 +261,15 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
     return port
+
+
+def _ask_to_stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let ranks save what they have; a second signal to this process, or `STOP_SECONDS`, ends the waiting."""
+    for launcher in launchers:
+        launcher.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    while any(launcher.poll() is None for launcher in launchers) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _end_processes(launchers: Sequence[subprocess.Popen[bytes]], token: str) -> None:

@@ -85,7 +85,9 @@ def gathered(mine: Any) -> list[Any]:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
-    yield from model.named_parameters()
+    # bitsandbytes 0.50.2 packs 4-bit codes into tensors of any type, of which they are no numbers.
+    codes = {f"{path}.weight" for path, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    yield from ((name, one) for name, one in model.named_parameters() if name not in codes)
     # Masks hold infinities on purpose; they are not saved.
     unsaved = {
         f"{path}.{name}" if path else name

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from shardwright.plugins.deepspeed.compiled_operators import StaleLockError, prepare_operators, stale_locks
+from shardwright.plugins.deepspeed.compiled_operators import (
+    StaleLockError,
+    break_abandoned_locks,
+    is_abandoned,
+    prepare_operators,
+    stale_locks,
+)
 from shardwright.plugins.launching.elastic import RankFailure, first_cause
 from shardwright.plugins.launching.launch import (
     Launch,
@@ -168,3 +176,27 @@ def test_a_lock_is_stale_when_no_process_has_it_open(tmp_path: Path, monkeypatch
     with pytest.raises(StaleLockError, match=f"delete it: rm {stale}"):
         prepare_operators(["cpu_adam"])
     assert stale.exists(), "a lock is never deleted unasked"
+
+
+def test_a_rank_passes_a_lock_that_a_killed_one_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch 2.13.0 waits for ever; this fails when it no longer does, and the workaround can go."""
+    from torch.utils import file_baton
+
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - 60, time.time() - 60))
+    waiting = threading.Thread(target=file_baton.FileBaton(str(lock), 0.01).wait, daemon=True)
+    break_abandoned_locks()
+    assert not is_abandoned(lock), "nothing is compiled yet: another host may be at it"
+    (lock.parent / "cpu_adam.so").touch()
+    with lock.open():
+        assert not is_abandoned(lock)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive(), "a lock that somebody holds is waited for"
+    file_baton.FileBaton(str(lock), 0.01).wait()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert "was left by a process that was killed: removed" in capsys.readouterr().err
+    assert not lock.exists()

@@ -1,0 +1,34 @@
+"""A job whose reader leaves finishes; a command that only prints ends without an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = """
+import sys
+from pathlib import Path
+from shardwright.cli.streams import outlast_readers
+outlast_readers()
+for number in range(3000):
+    print("line", number)
+    print("note", number, file=sys.stderr)
+Path(sys.argv[1]).write_text("done")
+"""
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_job_goes_on_when_its_reader_leaves(closed: str, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {closed: writing}
+    done = subprocess.run([sys.executable, "-c", JOB, str(tmp_path / "file")], timeout=60, check=False, **streams)
+    os.close(writing)
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "done"
+    kept = done.stderr if closed == "stdout" else done.stdout
+    assert kept.count(b"\n") == 3000
