@@ -12,23 +12,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .ds_configs.check.files import check
     from .ds_configs.plan.plan import Plan
     from .ds_configs.specs.job import TrainingJob
     from .plugins.planning.from_names import plan
+    from .trainers.distillation.command.run import distill
+    from .trainers.distillation.student.run import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
+    from .trainers.qat.command.run import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "TrainingJob", "__version__", "evaluate", "plan", "quantize", "rehearse"]
+__all__ = [
+    "Plan",
+    "TrainingJob",
+    "__version__",
+    "check",
+    "distill",
+    "evaluate",
+    "plan",
+    "qat",
+    "quantize",
+    "rehearse",
+    "student",
+]
 
 _HOMES = {
     "Plan": ".ds_configs.plan.plan",
     "TrainingJob": ".ds_configs.specs.job",
+    "check": ".ds_configs.check.files",
+    "distill": ".trainers.distillation.command.run",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
     "plan": ".plugins.planning.from_names",
+    "qat": ".trainers.qat.command.run",
     "quantize": ".trainers.quantization.run",
     "rehearse": ".trainers.rehearsal.rehearse",
+    "student": ".trainers.distillation.student.run",
 }
 
 

@@ -4,15 +4,61 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..specs.errors import Fault
+from ..specs.errors import Fault, UsageError
 from .pair import check_pair, check_text, parse_report
 from .parsing import MAXIMUM_BYTES, detect_kind
 from .report import Finding, Report
 from .tree import Node
 
+SCHEMA_VERSION = 1
+"""Version of `check --format json`."""
 _NAMED_FILE = "deepspeed_config.deepspeed_config_file"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedFiles:
+    """What is wrong with configuration files."""
+
+    findings: tuple[Finding, ...]
+    """Errors and warnings, by file."""
+
+    @property
+    def errors(self) -> int:
+        """Findings that stop a run, or that it disobeys."""
+        return sum(finding.kind == "error" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `shardwright check --format json` prints."""
+        found = [finding.to_dict() for finding in self.findings]
+        return {"schema_version": SCHEMA_VERSION, "errors": self.errors, "findings": found}
+
+
+def check(*files: str | Path, num_processes: int | None = None, transformers: bool = True) -> CheckedFiles:
+    """Find every fault in DeepSpeed JSON and Accelerate YAML files, whoever wrote them.
+
+    Example: ``shardwright.check("ds_config.json", num_processes=8).errors``
+
+    Args:
+        files: Paths; an Accelerate YAML also brings the DeepSpeed JSON that it names.
+        num_processes: Ranks of the job, to check the batch equation.
+        transformers: Whether the files are for the Trainer, which fills in `auto`.
+
+    Raises:
+        UsageError: no file is named, or a number of processes that cannot be. What is wrong with a file is a finding.
+    """
+    faults = []
+    if not files:
+        faults.append(Fault(where="files", rule="none is named"))
+    if num_processes is not None and num_processes < 1:
+        faults.append(Fault(where="num_processes", value=num_processes, rule="must be at least 1"))
+    if faults:
+        raise UsageError(faults)
+    found = run_check([Path(file) for file in files], world_size=num_processes, uses_transformers=transformers)
+    return CheckedFiles(findings=found)
 
 
 def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformers: bool) -> tuple[Finding, ...]:

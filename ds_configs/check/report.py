@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..specs.errors import Fault
 from .tree import Node, Problem
@@ -21,6 +21,28 @@ class Finding:
     """`error`: the run stops or disobeys the file; `warning`: a key has no or a surprising effect."""
     fault: Fault
     """Place, value, rule and way out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the finding as JSON values."""
+        fault = self.fault
+        return {
+            "kind": self.kind,
+            "where": fault.where,
+            "value": _json_value(fault.value),
+            "rule": fault.rule,
+            "fix": fault.fix,
+            "message": str(fault),
+        }
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json_value(item) for item in value]
+    if isinstance(value, float):
+        return value if value - value == 0 else str(value)
+    return value if isinstance(value, bool | int | str) or value is None else str(value)
 
 
 class Report:

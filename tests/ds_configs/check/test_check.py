@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shardwright
 import yaml
 from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, ZERO_2, ZERO_3_CPU, ZERO_3_NVME, E, W, found
-from shardwright.cli.check import findings_as_dicts, run_check
 from shardwright.ds_configs.check import check_text, detect_kind
 from shardwright.ds_configs.check.deepspeed import REPLACEMENTS
+from shardwright.ds_configs.check.files import check, run_check
 from shardwright.ds_configs.check.keys import load_keys
 from shardwright.ds_configs.check.parsing import parse
+from shardwright.ds_configs.specs.errors import UsageError
 
 
 @pytest.mark.parametrize("config", [ZERO_2, ZERO_3_CPU, ZERO_3_NVME], ids=["zero-2", "zero-3-cpu", "zero-3-nvme"])
@@ -165,7 +167,20 @@ def test_paths_that_cannot_be_read_are_findings(tmp_path: Path) -> None:
     assert len(rules) == len(paths)
     for rule, fragment in zip(rules, ["directory", "not exist", "larger", "", "regular", ""], strict=True):
         assert fragment in rule
-    assert json.dumps(findings_as_dicts(findings))
+    assert json.loads(json.dumps(check(*paths).to_dict()))["errors"] == len(rules)
+
+
+def test_checking_from_python_says_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwright.cli.main import run
+
+    (tmp_path / "ds_config.json").write_text(json.dumps({**PLAIN, "gradient_cliping": 1.0, "train_batch_size": 7}))
+    found = shardwright.check(tmp_path / "ds_config.json", num_processes=4)
+    assert found.errors == sum(finding.kind == "error" for finding in found.findings) >= 2
+    assert capsys.readouterr().out == ""
+    assert run(["check", str(tmp_path / "ds_config.json"), "--num-processes", "4", "--format", "json"]) == 2
+    assert json.loads(capsys.readouterr().out) == found.to_dict()
+    with pytest.raises(UsageError, match=r"(?s)files: none is named.*num_processes = 0: must be at least 1"):
+        shardwright.check(num_processes=0)
 
 
 def test_every_removed_key_has_a_replacement() -> None:

@@ -13,7 +13,6 @@ import yaml
 from checking import FSDP2, PLAIN, ZERO, E, found
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shardwright.cli.check import findings_as_dicts
 from shardwright.ds_configs.check import check_text
 from shardwright.ds_configs.check.keys import load_keys
 
@@ -44,14 +43,15 @@ FILENAMES = st.sampled_from(["a.json", "a.yaml", "a", "\n", ""])
 @fuzz
 @given(content=st.binary() | st.text(), filename=FILENAMES, world=st.none() | st.integers(1, 4096))
 def test_arbitrary_bytes_never_raise(content: bytes | str, filename: str, world: int | None) -> None:
-    findings_as_dicts(check_text(content, filename=filename, world_size=world))
+    for finding in check_text(content, filename=filename, world_size=world):
+        finding.to_dict()
 
 
 @fuzz
 @given(tree=json_trees, transformers=st.booleans(), world=st.none() | st.integers(1, 64))
 def test_arbitrary_json_never_raises(tree: object, transformers: bool, world: int | None) -> None:
     findings = check_text(json.dumps(tree), filename="a.json", world_size=world, uses_transformers=transformers)
-    assert json.dumps(findings_as_dicts(findings), allow_nan=False)
+    assert json.dumps([finding.to_dict() for finding in findings], allow_nan=False)
 
 
 def _schema_values(node: dict[str, Any]) -> st.SearchStrategy[Any]:

@@ -457,7 +457,7 @@ def test_names_state_the_axes(axis):
 
 @pytest.mark.parametrize("axis", CASES)
 def test_files_carry_the_axis_and_pass_our_check(axis, tmp_path):
-    from shardwright.cli.check import run_check
+    from shardwright.ds_configs.check.files import run_check
 
     made = made_with(**CASES[axis])
     made.write(tmp_path / "plan")

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Shell, shell_in
+import shardwright
+from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from pydantic import ValidationError
 from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import SampleStatistics
-from shardwright.trainers.distillation.command.run_files import DistillSettings
+from shardwright.trainers.distillation.command.run_files import DistillSettings, WorkerJob
 from shardwright.trainers.distillation.command.run_report import (
     Outcome,
     RunResult,
@@ -274,3 +276,22 @@ def test_tokens_of_a_step_that_ends_an_epoch() -> None:
     arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=2)
     counts = [trained_tokens(arguments, steps, 20, 200) for steps in range(5)]
     assert counts == [0, 80, 160, 200, 280]
+
+
+def test_a_student_is_taught_from_python(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwright.trainers.distillation.command.worker import teach
+
+    launched = run_rank_here(WorkerJob, teach, monkeypatch)
+    teacher, student = str(models["teacher"]), str(models["student"])
+    data = {"dataset": "python-help#8", "seq_len": 32, "evaluation_samples": 8, "hardware": "1xCPU"}
+    found = shardwright.distill(teacher, student, tmp_path / "out", max_steps=2, learning_rate=1e-2, **data)
+    assert len(launched) == 1 and found.result.steps == 2
+    assert found.result.after["kl_per_token"] != found.result.before["kl_per_token"]
+    assert found.to_dict()["settings"]["learning_rate"] == 1e-2
+    assert {"model.safetensors", "REPORT.md", "plan"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UsageError) as caught:
+        shardwright.distill(teacher, student, tmp_path / "out", on_policy=0.5, cross_tokenizer=True, **data)
+    assert {fault.where for fault in caught.value.faults} == {"on_policy", "output_dir"}

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import shardwright
 import torch
-from commands import Shell, shell_in
+from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from shardwright.ds_configs.plan.write import output_faults
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.plugins.launching.launch import Launch
 from shardwright.trainers.qat.command.calibration import calibration_batches
 from shardwright.trainers.qat.command.request import (
     QATJob,
@@ -57,20 +57,9 @@ def qat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """Run the worker here in place of a launch, and return the commands that would have been launched."""
     from shardwright.trainers.qat.command.worker import train_quantized
-    from shardwright.trainers.runs import launch
 
-    commands: list[Sequence[str]] = []
-
-    def run(launches: Sequence[Launch], **how: Any) -> None:
-        command = launches[0].arguments
-        commands.append(command)
-        file = Path(command[-1])
-        train_quantized(QATJob.model_validate_json(file.read_text()), file.parent)
-
-    monkeypatch.setattr(launch, "run_together", run)
-    return commands
+    return run_rank_here(QATJob, train_quantized, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +249,26 @@ def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
     assert config["quantization_config"]["format"] == "int-quantized" and config["dtype"] == "bfloat16"
     assert "in full precision, forward_kl with weight 1" in (out / "README.md").read_text()
     assert f"{nats['trained']:.4f}" in (out / "REPORT.md").read_text()
+
+
+def test_two_runs_from_python_in_one_process(
+    one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps: list[tuple[int, int]] = []
+    settings = {"dataset": "python-help#8", "seq_len": 32, "hardware": "1xCPU", "evaluation_samples": 8, "max_steps": 1}
+    both = [
+        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", on_step=told, **settings)
+        for bits, told in ((8, lambda *_: None), (4, lambda *step: steps.append(step)))
+    ]
+    assert [found.scheme.name for found in both] == ["W8A16", "W4A16"] and len(one_rank) == 2
+    eight, four = (found.result for found in both)
+    assert eight.dense == four.dense and eight.rounded != four.rounded and four.logit_difference == 0
+    assert (tmp_path / "out4" / "config.json").is_file() and both[1].to_dict()["steps"] == 1
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UsageError) as caught:
+        shardwright.qat(str(models["model"]), tmp_path / "bad", sceme="W4A16", max_steps=0)
+    assert {fault.where for fault in caught.value.faults} == {"sceme", "max_steps"}
+    assert not (tmp_path / "bad").exists()
 
 
 def interrupt(*_: Any, **__: Any) -> None:

@@ -1,0 +1,47 @@
+"""`student`: a smaller model from a teacher's, in one call."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from ....ds_configs.specs.settings import settings_of
+from .maker import StudentReport, make_student, plan_student
+from .request import StudentRequest
+
+
+def student(
+    teacher: str,
+    output_dir: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    force: bool = False,
+    **request: Any,
+) -> StudentReport:
+    """Cut a smaller student out of a teacher: a model directory that loads everywhere, to be distilled into.
+
+    Nothing is printed on stdout. Example: ``shardwright.student("teacher", "student", layers=16, intermediate=8192)``
+
+    Args:
+        teacher: Hub id or directory with safetensors weights.
+        output_dir: Where the student goes; `None` checks the request and computes sizes, and reads no weights.
+        revision: Branch, tag or commit of a Hub teacher.
+        force: Replace the model in a directory that is not empty.
+        request: Fields of `StudentRequest`, which are the flags of `shardwright student`.
+
+    Returns:
+        What was made; `to_dict()` is what `--format json` prints.
+
+    Raises:
+        UsageError: everything that is wrong with the request, at once.
+        RefusedInputError: the teacher's config is unsafe or unknown, or its weights are missing or damaged.
+    """
+    place = None if output_dir is None else Path(output_dir)
+    asked = settings_of(StudentRequest, request)
+    with redirect_stdout(sys.stderr):
+        plan = plan_student(teacher, asked, revision=revision, output_dir=place, force=force)
+        if place is None:
+            return StudentReport(plan=plan, output_dir=None)
+        return make_student(plan, teacher, place, force=force)
