@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,13 +14,11 @@ from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.units import gigabytes
 from ..trainers.distillation.cache.cache_job import CacheSettings
 from .options import FormatOptions
+from .progress import lines_at_times, progress_on_stderr
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..trainers.distillation.cache.cache_job import CacheJob
-    from ..trainers.distillation.cache.cache_writer import CacheProgress
-
-_PROGRESS_INTERVAL_S = 5.0
 
 
 grouped(CacheSettings)
@@ -61,27 +58,10 @@ def cache_teacher_command(
         job = prepare_cache(teacher, settings)
         if not dry_run:
             assert output_dir is not None
-            run_cache_job(job, output_dir, on_progress=_ProgressLines().show)
+            with progress_on_stderr("loading the teacher", lines_at_times()) as on_progress:
+                run_cache_job(job, output_dir, on_progress=on_progress)
     _show(job, None if dry_run else output_dir, as_json=options.as_json)
     return 0
-
-
-class _ProgressLines:
-    """Prints how far writing is: first, last, and at most once in `_PROGRESS_INTERVAL_S`."""
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-
-    def show(self, progress: CacheProgress) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_s and progress.done_samples < progress.all_samples:
-            return
-        self._next_s = now_s + _PROGRESS_INTERVAL_S
-        print(
-            f"{progress.done_samples} of {progress.all_samples} samples, {progress.tokens_per_s:,.0f} tokens/s, "
-            f"{progress.remaining_s:.0f} s left",
-            file=sys.stderr,
-        )
 
 
 def _show(job: CacheJob, output_dir: Path | None, *, as_json: bool) -> None:

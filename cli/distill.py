@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..trainers.distillation.command.run_files import DistillSettings
 from .options import TrainingOptions
+from .progress import lines_at_times, note, progress_on_stderr
 from .settings import FILLED, Options, grouped
-from .training_shown import note, progress_on_stderr, show_dry_run
+from .training_shown import show_dry_run
 
 if TYPE_CHECKING:
     from ..trainers.distillation.command.run_report import Outcome
@@ -50,8 +51,8 @@ def distill_command(
         files = [output_dir / name for name in prepared.file_names]
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json)
         return 0
-    with redirect_stdout(sys.stderr), progress_on_stderr() as on_step:
-        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_step=on_step)
+    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", lines_at_times()) as on_progress:
+        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_progress=on_progress)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:

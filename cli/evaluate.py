@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,11 +13,11 @@ from pydantic import Field
 from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.settings import Names, Paths
 from .options import ReportOptions
+from .progress import note, progress_on_stderr
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..plugins.lm_eval.tasks import TaskRequest
-    from ..trainers.evaluation.evaluate import OnProgress
     from ..trainers.evaluation.result import Evaluation
 
 
@@ -90,7 +89,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
         stride=options.stride,
         num_samples=options.num_samples,
     )
-    with redirect_stdout(sys.stderr), progress_on_stderr() as on_progress:
+    with redirect_stdout(sys.stderr), progress_on_stderr("checking", stages_on_stderr) as on_progress:
         evaluation = evaluate_model(
             model,
             baseline=options.baseline,
@@ -103,7 +102,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
             revision=options.revision,
             baseline_revision=options.baseline_revision,
             measure_speeds=options.speed,
-            notify=_note,
+            notify=note,
             on_progress=on_progress,
         )
         if output_dir is not None:
@@ -141,32 +140,10 @@ def _task_request(options: EvaluateOptions) -> TaskRequest | None:
     )
 
 
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
-@contextmanager
-def progress_on_stderr() -> Iterator[OnProgress]:
-    """Yield a function that tells what is read and how far: a bar on a terminal, else a line for each stage."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not sys.stderr.isatty():
-        yield _printed
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("checking", total=None)
-
-        def on_progress(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total)
-
-        yield on_progress
-
-
-def _printed(stage: str, done: int, total: int) -> None:
+def stages_on_stderr(stage: str, done: int, total: int) -> None:
+    """Print a line for each stage that is done."""
     if done == total:
-        print(f"note: {stage}: done", file=sys.stderr)
+        note(f"{stage}: done")
 
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:

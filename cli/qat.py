@@ -14,8 +14,9 @@ from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.yaml_file import read_small_file, yaml_mapping
 from ..trainers.qat.command.request import QATSettings
 from .options import TrainingOptions
+from .progress import lines_at_times, note, progress_on_stderr
 from .settings import FILLED, Options, grouped
-from .training_shown import note, progress_on_stderr, show_dry_run
+from .training_shown import show_dry_run
 
 if TYPE_CHECKING:
     from ..trainers.qat.command.inputs import PreparedQAT
@@ -69,8 +70,8 @@ def qat_command(
     if options.dry_run:
         _show_prepared(prepared, output_dir, as_json=as_json)
         return 0
-    with redirect_stdout(sys.stderr), progress_on_stderr() as on_step:
-        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_step=on_step)
+    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", lines_at_times()) as on_progress:
+        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_progress=on_progress)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:

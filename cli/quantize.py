@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +16,12 @@ from pydantic import Field
 from ..ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from ..ds_configs.specs.errors import Fault, UsageError
 from .options import WriteOptions
+from .progress import note, progress_on_stderr
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
+    from ..plugins.launching.notes import OnProgress
     from ..plugins.transformers.quantized_model import LayerProgress, ReportProgress
-    from ..trainers.evaluation.evaluate import OnProgress
     from ..trainers.quantization.inputs import Prepared
     from ..trainers.quantization.report import Outcome
 
@@ -72,7 +73,7 @@ def quantize_command(
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
         how: dict[str, Any] = {"force": options.force, "resume": options.resume, "device": options.device}
-        prepared = prepare(model, settings, output_dir, revision=options.revision, notify=_note, **how)
+        prepared = prepare(model, settings, output_dir, revision=options.revision, notify=note, **how)
     if options.dry_run or output_dir is None:
         _show_prepared(prepared, as_json=options.as_json)
         return 0
@@ -91,20 +92,24 @@ def quantize_command(
 def _run(prepared: Prepared, output_dir: Path, **how: Any) -> Outcome:
     from ..trainers.quantization.journal_place import journal_directory
     from ..trainers.quantization.run import run_prepared
-    from .evaluate import progress_on_stderr
+    from .evaluate import stages_on_stderr
 
     try:
-        with redirect_stdout(sys.stderr), layers_on_stderr() as report, _lazily(progress_on_stderr) as on_evaluation:
-            return run_prepared(prepared, output_dir, notify=_note, report=report, on_evaluation=on_evaluation, **how)
+        with (
+            redirect_stdout(sys.stderr),
+            layers_on_stderr() as report,
+            _lazily(progress_on_stderr("checking", stages_on_stderr)) as on_evaluation,
+        ):
+            return run_prepared(prepared, output_dir, notify=note, report=report, on_evaluation=on_evaluation, **how)
     except (KeyboardInterrupt, SystemExit):
         if journal_directory(output_dir).is_dir():
-            _note(f"finished layers are kept in {journal_directory(output_dir)}; go on with --resume")
+            note(f"finished layers are kept in {journal_directory(output_dir)}; go on with --resume")
         raise
 
 
 @contextmanager
-def _lazily(open_progress: Any) -> Iterator[OnProgress]:
-    """Yield a function that opens its progress display when it is first called, so that two never share a terminal."""
+def _lazily(progress: AbstractContextManager[OnProgress]) -> Iterator[OnProgress]:
+    """Yield a function that opens a progress display when it is first called, so that two never share a terminal."""
     from contextlib import ExitStack
 
     with ExitStack() as stack:
@@ -112,14 +117,10 @@ def _lazily(open_progress: Any) -> Iterator[OnProgress]:
 
         def on_progress(stage: str, done: int, total: int) -> None:
             if not opened:
-                opened.append(stack.enter_context(open_progress()))
+                opened.append(stack.enter_context(progress))
             opened[0](stage, done, total)
 
         yield on_progress
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 @contextmanager

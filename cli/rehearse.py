@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +12,10 @@ from pydantic import Field
 
 from ..ds_configs.specs.settings import Paths
 from .options import ReportOptions
+from .progress import note, progress_on_stderr
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..trainers.rehearsal.launch import Notify
-    from ..trainers.rehearsal.launch import Progress as RehearsalProgress
     from ..trainers.rehearsal.report import Rehearsal
 
 
@@ -55,7 +53,7 @@ def rehearse_command(plan_dir: Path, *, options: Annotated[RehearseOptions, Opti
     from ..trainers.rehearsal.rehearse import rehearse
 
     # Libraries that log to stdout must not stand in the report.
-    with progress_on_stderr() as notify, redirect_stdout(sys.stderr):
+    with progress_on_stderr("", lambda *_: None) as on_progress, redirect_stdout(sys.stderr):
         found = rehearse(
             plan_dir,
             ranks=options.ranks,
@@ -65,7 +63,8 @@ def rehearse_command(plan_dir: Path, *, options: Annotated[RehearseOptions, Opti
             time_limit_seconds=options.time_limit,
             output_dir=options.output_dir,
             force=options.force,
-            notify=notify,
+            notify=note,
+            on_progress=on_progress,
         )
     if options.as_json:
         print(json.dumps(found.to_dict()))
@@ -74,30 +73,6 @@ def rehearse_command(plan_dir: Path, *, options: Annotated[RehearseOptions, Opti
     if found.failure is not None:
         print(f"error: {found.failure.name}: {found.failure.detail}", file=sys.stderr)
     return found.exit_code
-
-
-@contextmanager
-def progress_on_stderr() -> Iterator[Notify]:
-    """Yield a function that draws a bar on a terminal; elsewhere it prints what takes minutes, and nothing else."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not sys.stderr.isatty():
-        yield _print_compilation
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def notify(progress: RehearsalProgress) -> None:
-            bar.update(task, description=progress.message, completed=progress.done, total=progress.total)
-
-        yield notify
-
-
-def _print_compilation(progress: RehearsalProgress) -> None:
-    if progress.message.startswith("compiling"):
-        print(f"note: {progress.message}", file=sys.stderr)
 
 
 def show_rehearsal(found: Rehearsal) -> None:

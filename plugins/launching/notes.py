@@ -1,9 +1,15 @@
-"""Remarks of a training run, told once for all ranks."""
+"""What a command is told while it runs: remarks, and how far it is."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+
+Notify = Callable[[str], None]
+"""Receives remarks."""
+OnProgress = Callable[[str, int, int], None]
+"""Receives what is done, how much of it is, and how much there is."""
 
 
 def note(text: str) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ...ds_configs.specs.units import gigabytes
+from ...plugins.launching.notes import Notify, OnProgress
 from ...plugins.lm_eval.tasks import TaskRequest, TaskScore, run_tasks
 from .estimates import exponential, token_mean
-from .inputs import Notify, checked_subjects, chosen_seq_len, default_device, shared_tokenizer
+from .inputs import checked_subjects, chosen_seq_len, default_device, shared_tokenizer
 from .loading import Subject, load_subject, local_directory
 from .result import KL_SHARES, Comparison, Evaluation, ModelResult, TextFacts
 from .speed import Speed, measure_speed
@@ -24,8 +25,6 @@ from .token_measures import AnswerSource, Batches, ModelReader, StoredAnswers, T
 DEFAULT_WINDOWS = 64
 _REMARKABLE_BYTES = 10**9
 _PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
-
-OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

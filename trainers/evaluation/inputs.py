@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
+from ...plugins.launching.notes import Notify
 from ...plugins.lm_eval.tasks import task_faults
 from .loading import Subject, has_tokenizer, read_subject, subject_tokenizer, tokenizer_difference
 from .text_windows import TextRequest, TextWindows, number_faults
@@ -13,8 +14,6 @@ from .text_windows import TextRequest, TextWindows, number_faults
 # The window of published GPTQ and AWQ tables, so that perplexities can be set beside them.
 DEFAULT_SEQ_LEN = 2048
 _PROBE_TEXT = "Ünïcode, 日本語 and 🤗: x = {'a': 1};\n\tif x != 0:  return [3.14, -2]\n"
-
-Notify = Callable[[str], None]
 
 
 def checked_subjects(

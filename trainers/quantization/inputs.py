@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import checkpoint_bytes, tensor_bytes
 from ...ds_configs.specs.errors import DoesNotFitError, Fault, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
+from ...plugins.launching.notes import Notify
 from ...plugins.llm_compressor.experts import unloadable_expert_faults
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
 from .journal_place import journal_faults
 
-Notify = Callable[[str], None]
 _HELD_OUT = 0.1
 """Share of the calibration rows that is kept for the evaluation."""
 _FEWEST_USEFUL_TOKENS = 1024

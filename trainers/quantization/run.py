@@ -12,11 +12,12 @@ from ...ds_configs.plan.write import write_files
 from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.specs.errors import ShardwrightError
+from ...plugins.launching.notes import Notify, OnProgress
 from ...plugins.llm_compressor.experts import restore_expert_names
 from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import ReportProgress
-from ..evaluation.evaluate import DEFAULT_WINDOWS, OnProgress, evaluate_model
+from ..evaluation.evaluate import DEFAULT_WINDOWS, evaluate_model
 from ..evaluation.inputs import default_device
 from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows
@@ -34,7 +35,7 @@ from ..verify.checkpoint import (
     verify_checkpoint,
 )
 from .engines import quantize_in_memory
-from .inputs import Notify, Prepared, prepare
+from .inputs import Prepared, prepare
 from .journal_place import discard_journal, journal_directory
 from .report import Outcome, report_files
 

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, LaunchFailedError, free_port, python_arguments
+from ...plugins.launching.notes import Notify, OnProgress
 from ..runs.launch import compile_operators, run_launches, write_job
 from .files import Rehearsed
 
 STAGES = ("train", "resume")
 _WORKER = f"{__package__}.worker"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a rehearsal is."""
-
-    message: str
-    """What is being done now."""
-    done: int
-    """Optimizer steps of both launches that are done."""
-    total: int
-    """Optimizer steps of both launches."""
-
-
-Notify = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +35,14 @@ class LaunchSettings:
     """What to train on; `None` for synthetic tokens."""
     time_limit_seconds: float
     """Hard limit of one launch."""
-    tell: Notify
-    """Receives progress."""
+    notify: Notify
+    """Receives remarks."""
+    on_progress: OnProgress
+    """Receives what is done, and the optimizer steps of both launches, done and in all."""
+
+    def tell(self, message: str, done: int = 0) -> None:
+        """Pass on how far the rehearsal is."""
+        self.on_progress(message, done, len(STAGES) * self.steps)
 
 
 def prepare_launch(rehearsed: Rehearsed, settings: LaunchSettings) -> None:
@@ -64,7 +55,7 @@ def prepare_launch(rehearsed: Rehearsed, settings: LaunchSettings) -> None:
         return
     devices = rehearsed.offload_device("optimizer"), rehearsed.offload_device("param")
     optimizer = str(rehearsed.worker.training_arguments.get("optim", "adamw_torch_fused"))
-    compile_operators(devices, optimizer, lambda text: settings.tell(progress(text, settings, 0)))
+    compile_operators(devices, optimizer, settings.notify)
 
 
 def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> None:
@@ -75,7 +66,7 @@ def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> 
     """
     offset = STAGES.index(stage) * settings.steps
     message = {"train": "training", "resume": "resuming from the checkpoint"}[stage]
-    settings.tell(progress(f"{message}: starting {settings.ranks} ranks", settings, offset))
+    settings.tell(f"{message}: starting {settings.ranks} ranks", offset)
 
     job = rehearsed.worker.model_copy(update={"stage": stage, "text_tokens": settings.text is not None})
     file, port = write_job(job, settings.work), free_port()
@@ -86,7 +77,7 @@ def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> 
     try:
         run_launches(
             launches,
-            lambda step, _: settings.tell(progress(message, settings, offset + step)),
+            lambda step, _: settings.tell(message, offset + step),
             timeout_seconds=settings.time_limit_seconds,
         )
     except LaunchFailedError as error:
@@ -112,11 +103,6 @@ def launcher_command(rehearsed: Rehearsed, work: Path, job_file: str, node: int,
         return [*command, *worker]
     command = ["torchrun", "--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks // nodes)]
     return [*command, "--master-addr", "127.0.0.1", "--master-port", str(port), *worker]
-
-
-def progress(message: str, settings: LaunchSettings, done: int) -> Progress:
-    """Return a step of the rehearsal's two launches."""
-    return Progress(message=message, done=done, total=len(STAGES) * settings.steps)
 
 
 def rank_records(work: Path, stage: str, ranks: int) -> list[dict[str, Any]]:

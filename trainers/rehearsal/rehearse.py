@@ -13,6 +13,7 @@ from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...plugins.launching.notes import Notify, OnProgress
 from .checks import (
     Check,
     check_checkpoint,
@@ -27,7 +28,7 @@ from .checks import (
     with_unreached,
 )
 from .files import PlanFiles, Rehearsed, choose_ranks, scale_plan, write_rehearsal
-from .launch import LaunchSettings, Notify, launch_stage, prepare_launch, progress, rank_records
+from .launch import LaunchSettings, launch_stage, prepare_launch, rank_records
 from .report import (
     PHASES,
     ROLES,
@@ -54,12 +55,14 @@ def rehearse(
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
     output_dir: str | Path | None = None,
     force: bool = False,
-    notify: Notify | None = None,
+    notify: Notify = lambda _: None,
+    on_progress: OnProgress = lambda _what, _done, _total: None,
 ) -> Rehearsal:
     """Launch a plan's files on CPU ranks with a shrunken model, check what happens, and write the report.
 
     `plan` is a directory that `plan` wrote, whose files are taken as they are, or a `Plan`, for which nothing is
-    written unless `output_dir` is given. A check that fails is in the result, not an exception.
+    written unless `output_dir` is given. A check that fails is in the result, not an exception. `notify` receives
+    remarks, `on_progress` what is done and the optimizer steps of both launches, done and in all.
 
     Raises:
         UsageError: a value cannot be used, or the layout does not divide the ranks.
@@ -86,7 +89,8 @@ def rehearse(
             steps=steps,
             text=_read_text(text),
             time_limit_seconds=time_limit_seconds,
-            tell=notify or (lambda _: None),
+            notify=notify,
+            on_progress=on_progress,
         )
         settings.work.mkdir()
         found = _rehearse(loaded, settings)
@@ -151,7 +155,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings) -> Rehearsal:
     if any(check.name == "files" and not check.passed for check in checks):
         return replace(found, checks=with_unreached(checks))
     files = PlanFiles.read(settings.directory)
-    settings.tell(progress("reading the model's configuration", settings, 0))
+    settings.tell("reading the model's configuration")
     config = _model_config(plan)
     rehearsed = scale_plan(
         plan, files, config, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, work=settings.work

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from ...ds_configs.specs.hardware import HardwareSpec
 
 _DEFAULT_GLOBAL_BATCH = 32
-
-Notify = Callable[[str], None]
 
 
 def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:

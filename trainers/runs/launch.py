@@ -12,14 +12,11 @@ from ...ds_configs.plan.launch import launch_arguments
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, at_free_port, python_arguments, run_together
-from .inputs import Notify
+from ...plugins.launching.notes import Notify
 from .ranks import PROGRESS
 from .settings import JOB_FILE, RankJob
 
 LONGEST_RUN_SECONDS = 90 * 86400.0
-
-OnStep = Callable[[int, int], None]
-"""Receives the optimizer steps that are done and how many there are."""
 
 
 def compile_operators(devices: Sequence[str], optimizer: str, notify: Notify) -> None:
@@ -67,7 +64,9 @@ def planned_launch(worker: str, job: RankJob, plan: Plan, plan_directory: Path, 
     return Launch(arguments=python_arguments(command), environment=environment, port=port)
 
 
-def run_launches(launches: Sequence[Launch], on_step: OnStep, *, timeout_seconds: float = LONGEST_RUN_SECONDS) -> None:
+def run_launches(
+    launches: Sequence[Launch], on_step: Callable[[int, int], None], *, timeout_seconds: float = LONGEST_RUN_SECONDS
+) -> None:
     """Start the launchers of a job, hand over every optimizer step that its ranks tell, and wait for the end.
 
     Raises:

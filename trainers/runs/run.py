@@ -18,10 +18,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
 from ...ds_configs.plan.write import write_files
+from ...plugins.launching.notes import Notify, OnProgress
 from ..data.samples import Samples
 from .checkpoints import CHECKPOINTS
-from .inputs import Notify, evaluation_batch_size
-from .launch import OnStep, compile_operators, planned_launch, run_launches
+from .inputs import evaluation_batch_size
+from .launch import compile_operators, planned_launch, run_launches
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
@@ -89,7 +90,7 @@ def run_training(
     *,
     resume: bool = False,
     notify: Notify = lambda _: None,
-    on_step: OnStep = lambda _done, _total: None,
+    on_progress: OnProgress = lambda _what, _done, _total: None,
 ) -> Outcome:
     """Launch a prepared training, wait for it, and write the report beside the model.
 
@@ -98,7 +99,7 @@ def run_training(
         output_dir: Where model, plan and report go.
         resume: Go on from the last checkpoint.
         notify: Receives remarks.
-        on_step: Hears of every optimizer step.
+        on_progress: Hears of every optimizer step.
 
     Raises:
         ShardwrightError: a rank failed; says which and why.
@@ -115,7 +116,8 @@ def run_training(
             compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
         _write_samples(samples, work)
         prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
-        run_launches([planned_launch(prepared.worker, job, plan, plan_directory, work)], on_step)
+        launched = planned_launch(prepared.worker, job, plan, plan_directory, work)
+        run_launches([launched], lambda step, steps: on_progress("step", step, steps))
         result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
     facts = {
         "settings": prepared.settings,
@@ -131,11 +133,14 @@ def run_training(
 
 def _write_samples(samples: Samples, work: Path) -> None:
     """Leave samples that all ranks of a node map into memory."""
-    from datasets import Dataset, disable_progress_bars
+    from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
 
+    shown = is_progress_bar_enabled()
     disable_progress_bars()
     Dataset.from_list(samples.train).save_to_disk(str(work / TRAIN_SAMPLES))
     Dataset.from_list(samples.evaluation).save_to_disk(str(work / EVALUATION_SAMPLES))
+    if shown:
+        enable_progress_bars()
 
 
 def _job_fields(prepared: PreparedTraining[Any], output_dir: Path, *, resume: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +10,12 @@ from pydantic import Field
 
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import Decimals
+from ....plugins.launching.notes import OnProgress
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples, load_samples
 from ...data.settings import DataSettings
 from .cache_format import RecordFormat
-from .cache_writer import CacheProgress, cache_key, finished_shards, weights_identity, write_cache
+from .cache_writer import cache_key, finished_shards, weights_identity, write_cache
 from .teacher_cache import CacheKey, TeacherCache
 
 
@@ -96,7 +96,7 @@ def _samples(settings: CacheSettings, tokenizer: Any) -> Samples:
     )
 
 
-def run_cache_job(job: CacheJob, directory: Path, *, on_progress: Callable[[CacheProgress], None]) -> TeacherCache:
+def run_cache_job(job: CacheJob, directory: Path, *, on_progress: OnProgress) -> TeacherCache:
     """Load the teacher and store its answers.
 
     Raises:

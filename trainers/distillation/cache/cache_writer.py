@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError
+from ....plugins.launching.notes import OnProgress
 from ...losses.head_forward import UnknownLogitsError, accepted_inputs, captured_head_input
 from .cache_format import CachedAnswers, RecordFormat, encode
 from .teacher_cache import (
@@ -33,17 +32,6 @@ if TYPE_CHECKING:
 SHARD_ROWS = 2**18
 # fp32 logits of so many rows over a vocabulary of 128 k take 263 MB.
 CHUNK_ROWS = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheProgress:
-    """How far writing is."""
-
-    done_samples: int
-    all_samples: int
-    tokens_per_s: float
-    """Of this run."""
-    remaining_s: float
 
 
 def cache_key(
@@ -98,7 +86,7 @@ def write_cache(
     *,
     batch_size: int,
     device: Any,
-    on_progress: Callable[[CacheProgress], None] | None = None,
+    on_progress: OnProgress = lambda _what, _done, _total: None,
 ) -> TeacherCache:
     """Store the answers to samples that the directory does not hold yet, each sample once, and return the cache.
 
@@ -108,24 +96,13 @@ def write_cache(
         UsageError: the teacher has no output embeddings.
     """
     shards, missing = _missing(directory, key, samples)
-    all_samples, all_tokens = len(samples), sum(len(ids) for ids in missing)
-    started, tokens, done = time.monotonic(), 0, len(samples) - len(missing)
-
-    def answered(batch: Sequence[Sequence[int]]) -> None:
-        nonlocal tokens, done
-        tokens, done = tokens + sum(len(ids) for ids in batch), done + len(batch)
-        speed = tokens / max(1e-9, time.monotonic() - started)
-        left_s = (all_tokens - tokens) / speed
-        if on_progress is not None:
-            on_progress(
-                CacheProgress(done_samples=done, all_samples=all_samples, tokens_per_s=speed, remaining_s=left_s)
-            )
-
+    done = len(samples) - len(missing)
     for group in _groups(missing):
         records = []
         for batch in _batches(group, batch_size):
             records += [encode(answers, key.layout) for answers in teacher_answers(teacher, batch, key.layout, device)]
-            answered(batch)
+            done += len(batch)
+            on_progress("sample", done, len(samples))
         shards.append(_write_shard(directory, len(shards), group, records))
         write_manifest(directory, key, shards)
     if not shards:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....ds_configs.specs.settings import settings_of
-from ...runs.inputs import Notify
-from ...runs.launch import OnStep
+from ....plugins.launching.notes import Notify, OnProgress
 from ...runs.run import run_training
 from .run_files import DistillSettings
 from .run_inputs import prepare_distillation
@@ -24,7 +23,7 @@ def distill(
     resume: bool = False,
     force: bool = False,
     notify: Notify = lambda _: None,
-    on_step: OnStep = lambda _done, _total: None,
+    on_progress: OnProgress = lambda _what, _done, _total: None,
     **settings: Any,
 ) -> Outcome:
     """Teach a student what a teacher knows: plan, launch ranks, evaluate before and after, save with a model card.
@@ -39,7 +38,7 @@ def distill(
         resume: Go on from the last checkpoint in `output_dir`.
         force: Write into a directory that holds other files.
         notify: Receives remarks.
-        on_step: Receives the optimizer steps that are done and how many there are.
+        on_progress: Receives `step`, the optimizer steps that are done, and how many there are.
         settings: Fields of `DistillSettings`, which are the flags of `shardwright distill`.
 
     Returns:
@@ -55,4 +54,4 @@ def distill(
     with redirect_stdout(sys.stderr):
         found = settings_of(DistillSettings, settings)
         prepared = prepare_distillation(found, teacher, student, place, notify=notify, force=force, resume=resume)
-        return run_training(prepared, place, resume=resume, notify=notify, on_step=on_step)
+        return run_training(prepared, place, resume=resume, notify=notify, on_progress=on_progress)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ....ds_configs.specs.errors import Fault, UsageError, collecting
+from ....plugins.launching.notes import Notify
 from ....plugins.planning.from_names import plan as make_plan
 from ....plugins.planning.models import LoadedModel, load_model
 from ...data.models import TOKENIZER_FILES, StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples
 from ...runs.inputs import (
-    Notify,
     chosen_hardware,
     evenly_held_out,
     launch_faults,

@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....plugins.launching.notes import Notify
 from ...data.samples import Sample
-from ...runs.inputs import Notify
 
 if TYPE_CHECKING:
     from .inputs import PreparedQAT

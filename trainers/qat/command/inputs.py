@@ -11,6 +11,7 @@ from ....ds_configs.plan.plan import Plan
 from ....ds_configs.quantization.layers import LinearLayer, scheme_remarks
 from ....ds_configs.quantization.mixtures import mixture_remarks
 from ....ds_configs.specs.errors import Fault, UsageError, collecting
+from ....plugins.launching.notes import Notify
 from ....plugins.llm_compressor.loading import QuantizationSource, open_source
 from ....plugins.peft.lora import add_lora
 from ....plugins.planning.from_names import plan as make_plan
@@ -20,7 +21,6 @@ from ...data.models import StartingModel, check_seq_len, load_config, load_token
 from ...data.samples import Samples
 from ...runs.checkpoints import last_checkpoint
 from ...runs.inputs import (
-    Notify,
     chosen_hardware,
     evenly_held_out,
     launch_faults,

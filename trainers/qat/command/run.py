@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....ds_configs.specs.settings import settings_of
-from ...runs.inputs import Notify
-from ...runs.launch import OnStep
+from ....plugins.launching.notes import Notify, OnProgress
 from ...runs.run import run_training
 from .inputs import prepare_qat
 from .request import QATSettings
@@ -23,7 +22,7 @@ def qat(
     resume: bool = False,
     force: bool = False,
     notify: Notify = lambda _: None,
-    on_step: OnStep = lambda _done, _total: None,
+    on_progress: OnProgress = lambda _what, _done, _total: None,
     **settings: Any,
 ) -> Outcome:
     """Train a model with the numbers of its quantized checkpoint, and write exactly these numbers.
@@ -37,7 +36,7 @@ def qat(
         resume: Go on from the last checkpoint in `output_dir`.
         force: Write into a directory that holds other files.
         notify: Receives remarks.
-        on_step: Receives the optimizer steps that are done and how many there are.
+        on_progress: Receives `step`, the optimizer steps that are done, and how many there are.
         settings: Fields of `QATSettings`, which are the flags of `shardwright qat`.
 
     Returns:
@@ -54,4 +53,4 @@ def qat(
         prepared = prepare_qat(
             settings_of(QATSettings, settings), model, place, notify=notify, force=force, resume=resume
         )
-        return run_training(prepared, place, resume=resume, notify=notify, on_step=on_step)
+        return run_training(prepared, place, resume=resume, notify=notify, on_progress=on_progress)

@@ -248,8 +248,8 @@ def test_progress_is_told_at_every_batch(pair: Any, tmp_path: Path) -> None:
     key = cache_key("teacher", "one", Words(VOCAB_SIZE), layout, rendered_by_template=False)
     samples = [row["input_ids"] for row in rows]
     placed = PlacedTeacher(teacher, teacher, "replica")
-    write_cache(tmp_path, key, placed, samples, batch_size=10, device="cpu", on_progress=told.append)
-    assert [(one.done_samples, one.all_samples) for one in told] == [(10, 24), (20, 24), (24, 24)]
+    write_cache(tmp_path, key, placed, samples, batch_size=10, device="cpu", on_progress=lambda *one: told.append(one))
+    assert told == [("sample", 10, 24), ("sample", 20, 24), ("sample", 24, 24)]
     assert told[-1].remaining_s == 0
     assert all(one.tokens_per_s > 0 for one in told)
 
