@@ -21,7 +21,6 @@ from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_format import RecordFormat, decode, encode, log_probabilities
 from shardwright.trainers.distillation.cache.cache_writer import (
-    CacheProgress,
     answers_of,
     cache_key,
     teacher_answers,
@@ -243,15 +242,13 @@ def test_writing_goes_on_where_it_was(pair: Any, tmp_path: Path) -> None:
 
 def test_progress_is_told_at_every_batch(pair: Any, tmp_path: Path) -> None:
     teacher, _, rows = pair
-    told: list[CacheProgress] = []
+    told: list[tuple[str, int, int]] = []
     layout = RecordFormat(top_k=K, vocab_size=VOCAB_SIZE, temperatures=(1.0,))
     key = cache_key("teacher", "one", Words(VOCAB_SIZE), layout, rendered_by_template=False)
     samples = [row["input_ids"] for row in rows]
     placed = PlacedTeacher(teacher, teacher, "replica")
     write_cache(tmp_path, key, placed, samples, batch_size=10, device="cpu", on_progress=lambda *one: told.append(one))
     assert told == [("sample", 10, 24), ("sample", 20, 24), ("sample", 24, 24)]
-    assert told[-1].remaining_s == 0
-    assert all(one.tokens_per_s > 0 for one in told)
 
 
 def test_a_copy_maps_the_files_itself(pair: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import shardwright
 import torch
 import transformers
 from hypothesis import given, settings
@@ -351,6 +352,20 @@ def test_command_writes_a_model_and_says_how_much_is_left(shell, llama, tmp_path
     assert story["kept_layers"] == [0, 1] and story["output_dir"] == str(out)
     assert story["widths"] is None and story["schema_version"] == 1
     assert transformers.LlamaForCausalLM.from_pretrained(out).num_parameters() == story["student_parameters"]
+
+
+def test_a_student_from_python_is_the_command_s(shell, llama, tmp_path, capsys):
+    made = shell(llama, "--layers", "2", "--kv-heads", "2", "--output-dir", str(tmp_path / "one"), "--format", "json")
+    capsys.readouterr()
+    found = shardwright.student(llama, tmp_path / "other", layers=2, kv_heads=2)
+    assert capsys.readouterr().out == ""
+    assert found.to_dict() == {name: value for name, value in json.loads(made.out).items() if name != "output_dir"}
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert shardwright.student(llama, layers=1).output_dir is None
+    with pytest.raises(UsageError) as caught:
+        shardwright.student(llama, tmp_path / "bad", layer=2, importance="size")
+    assert {fault.where for fault in caught.value.faults} == {"layer", "importance"} and not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize(
