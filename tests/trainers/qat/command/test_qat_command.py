@@ -254,10 +254,10 @@ def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
 def test_two_runs_from_python_in_one_process(
     one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[str, int, int]] = []
     settings = {"dataset": "python-help#8", "seq_len": 32, "hardware": "1xCPU", "evaluation_samples": 8, "max_steps": 1}
     both = [
-        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", on_step=told, **settings)
+        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", on_progress=told, **settings)
         for bits, told in ((8, lambda *_: None), (4, lambda *step: steps.append(step)))
     ]
     assert [found.scheme.name for found in both] == ["W8A16", "W4A16"] and len(one_rank) == 2
