@@ -257,7 +257,9 @@ def test_two_runs_from_python_in_one_process(
     steps: list[tuple[str, int, int]] = []
     settings = {"dataset": "python-help#8", "seq_len": 32, "hardware": "1xCPU", "evaluation_samples": 8, "max_steps": 1}
     both = [
-        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", on_progress=told, **settings)
+        shardwright.qat(
+            str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", on_progress=told, **settings
+        )
         for bits, told in ((8, lambda *_: None), (4, lambda *step: steps.append(step)))
     ]
     assert [found.scheme.name for found in both] == ["W8A16", "W4A16"] and len(one_rank) == 2
