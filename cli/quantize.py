@@ -90,7 +90,7 @@ def quantize_command(
 
 
 def _run(prepared: Prepared, output_dir: Path, **how: Any) -> Outcome:
-    from ..trainers.quantization.journal_place import journal_directory
+    from ..trainers.quantization.journal import journal_directory
     from ..trainers.quantization.run import run_prepared
     from .evaluate import stages_on_stderr
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
+from .activation_source import ActivationSource
 from .host_memory import offload_terms
 from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
 from .rank_parameters import RankParameters, growing_gradients, share_parameters
 from .shares import RankShare, rank_shares
-from .tensor_terms import ActivationSource, share_moment_terms
+from .tensor_terms import share_moment_terms
 
 
 def cpu_rank_terms(

@@ -14,12 +14,13 @@ from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
+from .activation_source import ActivationSource
 from .calibration import Calibration, moved_factors
 from .host_memory import HostMemory, estimate_host_memory
 from .moments import Phase, Terms, fullest_by_phase
 from .rank_parameters import rank_parameters
 from .shares import rank_shares
-from .tensor_terms import ActivationSource, share_moment_terms
+from .tensor_terms import share_moment_terms
 
 _MB = 10**6
 

@@ -23,8 +23,10 @@ from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
 from .moments import PHASES, Moment, Terms, at_moments
 from .partitions import whole_tensors_of_partitions
-from .pipeline_states import pipeline_stage0
 from .rank_parameters import RankParameters, growing_gradients
+
+_REDUCED_AT_ONCE = 500_000_000
+"""Elements of gradients that a pipeline flattens into one copy to reduce them (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 
 
 def optimizer_state_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
@@ -63,7 +65,7 @@ def model_state_terms(
     if strategy.engine == "fsdp2":
         return _fsdp2(strategy, job, parameters, states)
     if strategy.zero_stage == 0 and strategy.pp > 1:
-        return pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
+        return _pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
     if strategy.zero_stage == 0:
         return _stage0(job, parameters, states)
     if strategy.zero_stage == 3:
@@ -239,3 +241,44 @@ def _foreach_transient(job: TrainingJob, elements: int) -> int:
     if optimizer.factored:
         return 8 * elements
     return 4 * elements if optimizer.step_transient == "foreach" else 0
+
+
+def _pipeline_stage0(
+    strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int, transient: int
+) -> dict[Moment, Terms]:
+    """Return the named bytes of a pipeline stage without ZeRO, as DeepSpeed 0.19.8 keeps them on 2 and 4 ranks.
+
+    In 16 bit the engine takes `BF16_Optimizer` (`runtime/engine.py:2320`), which divides master weights and optimizer
+    states over the data-parallel ranks as ZeRO-1 does and adds each micro-batch's gradients to flat ones of their own.
+    The reduction after the last backward pass makes a copy.
+
+    Args:
+        strategy: The layout.
+        job: What is trained.
+        parameters: What the stage holds.
+        states: Bytes of optimizer states for all of it.
+        transient: Bytes that the optimizer's update needs besides, for all of it.
+    """
+    width, trainable = job.compute_bytes, parameters.trainable
+    full, copy = width * trainable, width * min(trainable, _REDUCED_AT_ONCE)
+    found = growing_gradients(strategy, parameters, full)
+    whole = full - found.get("backward", {}).get("gradients", 0)
+    found["embedding_backward"] = {"gradients": whole, "reduce_copy": copy}
+    rest = {"weights": full + parameters.frozen_bytes}
+    if width == 4:
+        rest["optimizer_states"] = states
+        # The norm over all stages squares one gradient at a time.
+        step = {"gradients": full, "optimizer_transient": max(transient, 4 * parameters.largest_trainable)}
+        return at_moments(rest, **found, step=step)
+    shard = parameters.shard(strategy)
+    rest |= {
+        "master_weights": 4 * shard,
+        "optimizer_states": parameters.state_shard(states, strategy),
+        "flat_gradients": full,
+    }
+    step = {
+        "gradients": full,
+        "fp32_gradients": 4 * shard,
+        "optimizer_transient": transient * shard // max(1, trainable),
+    }
+    return at_moments(rest, **found, step=step)

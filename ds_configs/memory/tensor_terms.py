@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.strategy import Strategy
-from .activation_source import ActivationSource as ActivationSource
-from .activation_source import activations_are_stored as activations_are_stored
-from .activation_source import cached_activations as cached_activations
-from .activation_source import outside_without_norm
+from .activation_source import ActivationSource, cached_activations, outside_without_norm
 from .activations import ActivationEstimate, Attention, Mode
 from .buffers import buffer_terms
 from .distillation_memory import distillation_loss_terms, teacher_terms
 from .model_states import model_state_terms
-from .moments import Moment, Terms, at_moments
+from .moments import PHASES, Moment, Terms, at_moments
 from .rank_parameters import RankParameters, share_parameters
 from .shares import RankShare
-from .stage_terms import stage_terms
+
+_ONLY_ON_THE_LAST = ("loss", "head_gradient")
 
 
 def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
@@ -78,7 +78,7 @@ def _activation_terms(
     if share.stage is None:
         return moments
     per_layer, _ = _layer_bytes(strategy, share.model, job, traced)
-    return stage_terms(moments, share, strategy, job, traced, per_layer)
+    return _stage_terms(moments, share, strategy, job, traced, per_layer)
 
 
 def _micro_batch_terms(
@@ -207,3 +207,42 @@ def _loss_terms(
         loss_backward=more | {"loss": traced.loss_backward_peak_bytes // ranks},
         head_backward={"loss": logit_gradient},
     )
+
+
+def _stage_terms(
+    moments: Mapping[Moment, Terms],
+    share: RankShare,
+    strategy: Strategy,
+    job: TrainingJob,
+    traced: ActivationEstimate,
+    layer_bytes: int,
+) -> dict[Moment, Terms]:
+    """Return the activation terms of a stage, from those of one micro-batch on its layers.
+
+    Follows `runtime/pipe/engine.py` of DeepSpeed 0.19.8: a stage keeps the tensor that it received until the gradient
+    for it is sent, clones it for the forward pass, keeps the tensor that it sent until its backward pass, and receives
+    through one buffer that lives on.
+
+    Args:
+        moments: Terms of one micro-batch as if the stage were a whole model.
+        share: The stage.
+        strategy: The layout.
+        job: What is trained.
+        traced: Activation bytes of one micro-batch.
+        layer_bytes: What one layer keeps of one micro-batch.
+    """
+    stage = share.stage
+    assert stage is not None, "only a pipeline has stages"
+    border = job.compute_bytes * strategy.micro_batch_size * job.seq_len_tokens * share.model.dimensions.hidden_size
+    kept = (0 if stage.has_embedding else border) + (0 if stage.has_head else border)
+    others = share.micro_batches_in_flight - 1
+    of_others = others * (stage.num_layers * layer_bytes + traced.outside_layer_bytes + kept)
+    found: dict[Moment, Terms] = {}
+    for moment, terms in moments.items():
+        here = {name: count for name, count in terms.items() if stage.has_head or name not in _ONLY_ON_THE_LAST}
+        here["stage_borders"] = border
+        if PHASES[moment] in ("loss", "backward"):
+            here["stage_borders"] += kept
+            here["activations_in_flight"] = of_others
+        found[moment] = here
+    return found

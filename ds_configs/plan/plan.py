@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
-from ..memory.tensor_terms import ActivationSource
 from ..search.choice import Evaluated, search
 from ..search.suggestions import Suggestion, cheapest_changes
 from ..specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
 from ..memory.estimate import MemoryEstimate
 from ..memory.rank_parameters import rank_parameters
-from ..memory.tensor_terms import ActivationSource
 from ..specs.errors import Fault, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import OPTIMIZERS, TrainingJob, validate_job

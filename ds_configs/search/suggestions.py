@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
-from ..memory.tensor_terms import ActivationSource
 from ..specs.errors import ShardwrightError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
 from ..specs.job import AXIS_FIELDS, TrainingJob

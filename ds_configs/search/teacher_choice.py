@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
 from ..memory.distillation_memory import teacher_gpu_bytes, teacher_host_bytes
 from ..memory.estimate import MemoryEstimate, estimate_memory
-from ..memory.tensor_terms import ActivationSource
 from ..specs.errors import Fault, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob

@@ -8,9 +8,9 @@ from itertools import product
 
 from ..legality.candidate import Candidate
 from ..legality.rules import legality_faults
+from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
 from ..memory.estimate import MemoryEstimate, estimate_memory
-from ..memory.tensor_terms import ActivationSource
 from ..specs.errors import Fault
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob

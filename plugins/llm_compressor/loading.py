@@ -14,6 +14,7 @@ from ...ds_configs.specs.dimensions import Dimensions
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..huggingface_hub.hub import ModelSource, read_model_source
 from ..safetensors.reading import checkpoint_files, read_checkpoint
+from ..transformers.finite_weights import nonfinite_weights
 from ..transformers.meta_model import build_meta_model, model_spec_from_meta
 from .experts import expert_layers, router_patterns
 from .fixes import kept_conversion_mappings, torchvision_is_not_needed
@@ -215,18 +216,6 @@ def _load_with_linear_experts(model_class: Any, where: str, named: Mapping[str, 
 
     with torchvision_is_not_needed(), kept_conversion_mappings(), load_context(model_class):
         return model_class.from_pretrained(where, **named)
-
-
-def nonfinite_weights(model: Any) -> list[str]:
-    """Return the names of parameters that hold NaN or infinity."""
-    import torch
-
-    # A sum is finite only where every element is, as fp32 has room for the sum of any fp16 or bf16 matrix.
-    return [
-        name
-        for name, weight in model.named_parameters()
-        if weight.is_floating_point() and not weight.detach().sum(dtype=torch.float32).isfinite()
-    ]
 
 
 def _snapshot(source: ModelSource) -> Path:

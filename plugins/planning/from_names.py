@@ -9,9 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from ...ds_configs.memory.activation_source import ActivationSource, activations_are_stored
 from ...ds_configs.memory.activations import ActivationEstimate, Mode
 from ...ds_configs.memory.calibration import Calibration
-from ...ds_configs.memory.tensor_terms import ActivationSource, activations_are_stored
 from ...ds_configs.plan.plan import Plan, make_plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides

@@ -8,13 +8,12 @@ checksum is XXH3, which reads faster than memory is copied; it finds damage, and
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.write import write_files
+from ...ds_configs.plan.write import flush, write_files
 
 RECORD = "checkpoint_complete.json"
 SCHEMA_VERSION = 1
@@ -109,15 +108,6 @@ def flush_tree(directory: Path) -> None:
         if not path.is_symlink():
             flush(path)
     flush(directory)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _names(directory: Path) -> Iterator[str]:

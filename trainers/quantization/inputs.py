@@ -29,7 +29,7 @@ from ...plugins.llm_compressor.experts import unloadable_expert_faults
 from ...plugins.llm_compressor.loading import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
-from .journal_place import journal_faults
+from .journal import journal_faults
 
 _HELD_OUT = 0.1
 """Share of the calibration rows that is kept for the evaluation."""

@@ -36,7 +36,7 @@ from ..verify.checkpoint import (
 )
 from .engines import quantize_in_memory
 from .inputs import Prepared, prepare
-from .journal_place import discard_journal, journal_directory
+from .journal import discard_journal, journal_directory
 from .report import Outcome, report_files
 
 

@@ -125,7 +125,7 @@ class _Run:
     def start(self, quantize: Callable[[Any, Any], SmallMatrix], report: ReportProgress) -> SmallFormatModel:
         """Visit all layers and return the model."""
         from ...plugins.llm_compressor.layer_visits import visit_layers
-        from .matrix_journal import MatrixJournal
+        from .journal import MatrixJournal
 
         if not self.calibration:
             rule, fix = f"{self.method} needs text to calibrate on", "name one with --dataset, such as python-help"

@@ -251,8 +251,8 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]
 
 
 def _predicted(rehearsed: Rehearsed, work: Path) -> dict[str, PredictedPhase]:
+    from ...ds_configs.memory.activation_source import activations_are_stored
     from ...ds_configs.memory.cpu_memory import cpu_rank_terms
-    from ...ds_configs.memory.tensor_terms import activations_are_stored
     from ...ds_configs.memory.terms import TERM_ROLES
 
     source = None
