@@ -89,8 +89,10 @@ def prepare(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a directory the working directory, and a Hub's cache of the models in tests/data beside it."""
     import huggingface_hub.constants as hub
 
-    for variable in [name for name in os.environ if name.startswith("SHARDWRIGHT_") and name != "SHARDWRIGHT_DATA_DIR"]:
+    for variable in [name for name in os.environ if name.startswith("SHARDWRIGHT_")]:
         monkeypatch.delenv(variable)
+    # What runs on this machine measured would move the plans.
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(directory / "data"))
     cache = directory / "hub"
     for number, model in enumerate(sorted((ROOT / "tests" / "data" / "models").iterdir())):
         commit = f"{number:040x}"
