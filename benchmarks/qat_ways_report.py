@@ -9,7 +9,7 @@ from typing import Any
 
 from qat_ways_result import Comparison, Way
 from shardwright.trainers.evaluation.estimates import Estimate
-from shardwright.trainers.formats.markdown import table
+from shardwright.trainers.formats.rendering import table
 
 LABELS: Mapping[Way, str] = MappingProxyType(
     {
@@ -35,8 +35,8 @@ _COLUMNS = (
 )
 
 
-def comparison_table(found: Comparison) -> list[str]:
-    """Return the lines of a Markdown table: one row for each way, and one for the model before training."""
+def comparison_table(found: Comparison) -> str:
+    """Return a Markdown table: one row for each way, and one for the model before training."""
     before = ["before training", _perplexity(found.perplexity(None))]
     rows = [[*before, *[""] * (len(_COLUMNS) - len(before))]]
     return table(_COLUMNS, [*rows, *(_row(found, way) for way in found.ways)])
@@ -57,7 +57,7 @@ def comparison_page(found: Comparison, picture: str | None = None) -> str:
         f"{sum(found.token_counts):,} held-out tokens. Errors are one standard error over held-out windows, of the "
         "difference to the fine-tuned model window by window.",
         "",
-        *comparison_table(found),
+        comparison_table(found),
         "",
         *(["", f"![Gap recovered by each way]({picture})", ""] if picture else []),
         *verdicts(found),

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cards import read_card
 from session import warm_command
 from shardwright.cli.main import run
 from small_models import llama
@@ -73,6 +74,8 @@ def test_a_checkpoint_loads_and_says_what_it_is(model, tmp_path, capsys):
     written = b"".join(contents(output).values())
     assert str(tmp_path).encode() not in written.replace(str(model).encode(), b""), "machine paths in the checkpoint"
     assert str(model).encode() not in (output / "README.md").read_bytes()
+    card = read_card(output)
+    assert card.tags == ["compressed-tensors", "gptq", "shardwright"] and card.base_model is None
     assert contents(model) == before
     assert {path.name for path in tmp_path.iterdir()} == {"q"}
 

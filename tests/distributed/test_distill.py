@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import read_card
 from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.text import pack, read_documents
@@ -101,6 +102,7 @@ def check_files(taught: Path, found: dict[str, Any]) -> None:
     assert names == report | {
         *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
+    assert read_card(taught).library_name == "transformers"
     text = (taught / "REPORT.md").read_text()
     for values in (found["before"], found["after"]):
         assert f"{values['kl_per_token']:.4f}" in text and f"{math.exp(values['student_cross_entropy']):.4g}" in text

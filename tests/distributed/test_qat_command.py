@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import read_card
 from session import warm_command
 
 pytestmark = pytest.mark.distributed
@@ -116,4 +117,5 @@ def test_interrupted_resumed_and_exported(tmp_path: Path, deepspeed_cpu_ops: Non
     loaded = cross_entropy(out, held_out[: found["dataset"]["evaluation_samples"]])
     # Training computes in fp32, what is loaded in the bf16 of its files.
     assert loaded == pytest.approx(nats["trained"], abs=0.02)
+    assert read_card(out).library_name == "transformers"
     assert f"{math.exp(nats['trained']):.4g}" in (out / "REPORT.md").read_text()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...ds_configs.specs.units import gigabytes, human_count
-from ..formats.markdown import table
+from ..formats.rendering import render, table
 from .estimates import Estimate
 from .result import Evaluation, ModelResult
 
@@ -149,66 +149,18 @@ def report_files(evaluation: Evaluation) -> dict[str, str | bytes]:
 
 def report(evaluation: Evaluation) -> str:
     """Return `REPORT.md`."""
-    return "\n".join(["# Evaluation report", "", *report_section(evaluation)]) + "\n"
+    return f"# Evaluation report\n\n{report_section(evaluation)}"
 
 
-def report_section(evaluation: Evaluation, *, chart_file: str = CHART_FILE) -> list[str]:
-    """Return the lines of a report below its heading, for a report that tells more."""
-    text, model, baseline = evaluation.text, evaluation.model, evaluation.baseline
-    beside = "" if baseline is None else f" beside `{baseline.name}`"
-    lines = [
-        f"`{model.name}`{beside} on {text.predicted_tokens:,} tokens of {text.source} "
-        f"({text.windows:,} of {text.available_windows:,} windows of {text.seq_len_tokens:,} tokens, "
-        f"{text.stride_tokens:,} apart).",
-        "",
-    ]
-    if said := verdict(evaluation):
-        lines += [said, ""]
-    if baseline is None:
-        lines += table(("", "model"), [(row.name, row.model) for row in rows(evaluation)])
+def report_section(evaluation: Evaluation) -> str:
+    """Return a report below its heading, for a report that tells more."""
+    if evaluation.baseline is None:
+        measures = table(("", "model"), [(row.name, row.model) for row in rows(evaluation)])
     else:
         found = [(row.name, row.model, row.baseline, row.difference) for row in rows(evaluation)]
-        lines += table(("", "model", "baseline", "difference"), found)
-    lines += ["", f"![{_caption(evaluation)}]({chart_file})", "", *_how(evaluation)]
-    return lines
-
-
-def _caption(evaluation: Evaluation) -> str:
-    if evaluation.comparison is None:
-        return "loss of each window"
-    return "loss difference of each window, and share of tokens by KL"
-
-
-def _how(evaluation: Evaluation) -> list[str]:
-    models = [evaluation.model, *([] if evaluation.baseline is None else [evaluation.baseline])]
-    facts = [
-        (
-            f"`{found.name}`",
-            found.architecture,
-            found.quantization or "none",
-            found.dtype,
-            found.revision or _UNKNOWN,
-        )
-        for found in models
-    ]
-    speed = evaluation.model.speed
-    lines = [
-        "± is one standard error over windows, and that of a difference is over the same windows of both models; more "
-        "than two of them count as beyond noise. The first token of a window is not judged. Bits count scales, zero "
-        "points and tables.",
-        "",
-        *table(("model", "class", "quantization", "computes in", "commit"), facts),
-        "",
-    ]
-    if speed is not None:
-        lines += [
-            f"Speed and memory: {speed.machine}, through Transformers, a batch of one, {speed.prompt_tokens:,} tokens "
-            "read, medians; other engines run the same checkpoint at another speed.",
-            "",
-        ]
-    versions = ", ".join(f"{name} {found}" for name, found in evaluation.versions.items())
-    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in evaluation.settings.items())
-    return [*lines, f"Settings: {settings}. {evaluation.seconds:.0f} s in all. Versions: {versions}."]
+        measures = table(("", "model", "baseline", "difference"), found)
+    template = "evaluation/templates/section.md.j2"
+    return render(template, evaluation=evaluation, verdict=verdict(evaluation), measures=measures)
 
 
 def chart(evaluation: Evaluation) -> bytes:

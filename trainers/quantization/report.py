@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.specs.units import gigabytes
+from ...plugins.huggingface_hub.cards import CARD_FILE
 from ..evaluation.report import CHART_FILE, chart, report_section
 from ..evaluation.result import Evaluation
-from ..formats.markdown import table
+from ..formats.rendering import render
+from ..runs.report import REPORT_FILE, card_text
 from ..verify.checkpoint import Verification
 from .inputs import Prepared
 
 SCHEMA_VERSION = 1
 """Version of `quantize --format json` and of `quantization.json`."""
-REPORT_FILE, RESULT_FILE, CARD_FILE = "REPORT.md", "quantization.json", "README.md"
+RESULT_FILE = "quantization.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,79 +89,40 @@ def report_files(outcome: Outcome) -> dict[str, str | bytes]:
 def report(outcome: Outcome) -> str:
     """Return `REPORT.md`."""
     prepared, memory = outcome.prepared, outcome.prepared.memory
-    method = METHODS[prepared.resolved.method]
-    seconds = [(name, f"{value:.1f} s") for name, value in outcome.seconds.items()]
-    lines = [
-        "# Quantization report",
-        "",
-        f"`{prepared.source.name}` as {prepared.scheme.name} by {method.name}, which {method.summary} "
-        f"({method.source}). {_reason(prepared)}{_calibration_sentence(outcome)}",
-        "",
-        "## Checks before it counted as done",
-        "",
-        *table(("", ""), [(name, value) for name, value in outcome.verification.facts()]),
-        "",
-    ]
-    if outcome.evaluation is not None:
-        lines += ["## What it cost", "", *report_section(outcome.evaluation), ""]
-    lines += ["## Serving", "", *serving_lines(prepared), "", "## Memory and time", ""]
     terms = [(f"host: {name}", f"{gigabytes(size)} GB") for name, size in memory.host_terms.items()]
     terms += [(f"device: {name}", f"{gigabytes(size)} GB") for name, size in memory.device_terms.items()]
-    lines += table(("estimated before the start", ""), terms)
-    lines += ["", *table(("stage", "took"), seconds), "", "## Settings", ""]
-    named = {name: value for name, value in prepared.settings.model_dump().items() if value is not None}
-    lines += table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in named.items()])
-    lines += ["", f"## The {len(outcome.quantized_layers)} quantized matrices", ""]
-    lines += [", ".join(f"`{name}`" for name in outcome.quantized_layers)]
-    return "\n".join(lines) + "\n"
+    return render(
+        "quantization/templates/report.md.j2",
+        **_named(prepared),
+        outcome=outcome,
+        how=METHODS[prepared.resolved.method],
+        reason=prepared.resolved.method_reason,
+        calibration=_calibration_sentence(outcome),
+        evaluation=None if outcome.evaluation is None else report_section(outcome.evaluation),
+        terms=terms,
+        seconds=[(name, f"{value:.1f} s") for name, value in outcome.seconds.items()],
+        settings=prepared.settings.model_dump(),
+    )
 
 
-def serving_lines(prepared: Prepared) -> list[str]:
-    """Return how to load and serve the checkpoint."""
-    storage, method = prepared.scheme.storage, prepared.resolved.method
-    if method in ("spqr", "low-rank"):
-        return [
-            "The weights stand in a small format of Shardwright and, dense, in the checkpoint that Transformers, vLLM "
-            "and SGLang load; no engine multiplies with the small format.",
-        ]
-    lines = ["    vllm serve DIRECTORY", ""]
-    if storage == "bitsandbytes":
-        return [*lines, "vLLM and Transformers read the format through bitsandbytes. Only Transformers was run here."]
-    return [*lines, "vLLM, SGLang and Transformers read the format. Only Transformers was run here."]
+def _named(prepared: Prepared) -> dict[str, Any]:
+    """Return what report and card call alike."""
+    return {"source": prepared.source, "scheme": prepared.scheme, "method": prepared.resolved.method}
 
 
 def model_card(outcome: Outcome) -> str:
     """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
     prepared = outcome.prepared
-    front = ["library_name: transformers", "pipeline_tag: text-generation"]
-    # A card is published with the checkpoint: of a local model it tells the name, not the place.
-    is_local = Path(prepared.source.name).exists()
-    origin = Path(prepared.source.name).resolve().name if is_local else prepared.source.name
-    if not is_local:
-        front += [f"base_model: {json.dumps(prepared.source.name)}", "base_model_relation: quantized"]
-    front += ["tags:", f"- {prepared.scheme.storage}", f"- {prepared.resolved.method}", "- shardwright"]
-    lines = [
-        "---",
-        *front,
-        "---",
-        f"# {origin.rpartition('/')[2]}, {prepared.scheme.name}",
-        "",
-        f"Quantized from `{origin}`"
-        + (f" at `{prepared.source.revision}`" if prepared.source.revision else "")
-        + f" by {prepared.resolved.method}. What it cost is in [{REPORT_FILE}]({REPORT_FILE}).",
-        "",
-        *serving_lines(prepared),
-        "",
-        "## License",
-        "",
-        f"That of `{origin}`: read its card before you publish this one.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _reason(prepared: Prepared) -> str:
-    reason = prepared.resolved.method_reason
-    return "" if reason == "named" else f"The method was chosen because {reason}. "
+    return card_text(
+        "quantization/templates/card.md.j2",
+        prepared.source.name,
+        "quantized",
+        "transformers",
+        (prepared.scheme.storage, prepared.resolved.method),
+        **_named(prepared),
+        loads=outcome.verification.largest_logit_difference is not None,
+        adapter=None,
+    )
 
 
 def _calibration_sentence(outcome: Outcome) -> str:

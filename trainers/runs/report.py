@@ -1,28 +1,26 @@
-"""Pieces of `REPORT.md` and of model cards that every launched training has, and of the chart of its steps."""
+"""Report, model card and chart of a launched training: the values and drawings that all of them share."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.units import gigabytes
+from ...plugins.huggingface_hub.cards import Relation, license_of, model_card, shown_name, title_of
 from ..data.samples import SampleStatistics
-from ..formats.markdown import table
+from ..formats.rendering import render
 from .settings import METRICS_FILE, LaunchedSettings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-REPORT_FILE, CARD_FILE = "REPORT.md", "README.md"
-_LICENSE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
+REPORT_FILE = "REPORT.md"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +37,11 @@ class StepResult:
     """Those of the steps that `step_seconds` counts."""
     peak_bytes: int | None
     """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks for each second of training steps."""
+        return self.timed_tokens / self.step_seconds if self.step_seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,42 +71,16 @@ class LaunchedOutcome:
         return {
             "steps": result.steps,
             "tokens": result.tokens,
-            "tokens_per_second": round(tokens_per_second(result), 1),
+            "tokens_per_second": round(result.tokens_per_second, 1),
             "seconds": round(self.seconds, 1),
         }
 
-    def speed_sentence(self, result: StepResult) -> str:
-        """Return what the steps took, in words."""
-        return (
-            f"{result.steps} steps, {result.tokens:,} tokens in {result.step_seconds:.1f} s of training steps "
-            f"({tokens_per_second(result):,.0f} tokens/s over all ranks), {self.seconds:.0f} s in all."
-        )
-
-    def card_measures(self, result: StepResult, settings: LaunchedSettings, measured: Sequence[str]) -> list[str]:
-        """Return what a model card says of the held-out samples and of training, up to the heading of its licence."""
-        return [
-            f"On {self.statistics.evaluation_samples} held-out samples of the same dataset:",
-            "",
-            *measured,
-            "",
-            f"{result.steps} optimizer steps, {result.tokens:,} tokens, sequences of {settings.seq_len} tokens; the "
-            f"settings are in [{REPORT_FILE}]({REPORT_FILE}), every logged step in [{METRICS_FILE}]({METRICS_FILE}).",
-            "",
-            "## License",
-            "",
-        ]
-
     def speed_line(self, result: StepResult) -> str:
-        """Return the same for a terminal."""
+        """Return what the steps took, for a terminal."""
         return (
-            f"{result.steps} steps, {result.tokens:,} tokens, {tokens_per_second(result):,.0f} tokens/s, "
+            f"{result.steps} steps, {result.tokens:,} tokens, {result.tokens_per_second:,.0f} tokens/s, "
             f"{self.seconds:.0f} s in all"
         )
-
-
-def tokens_per_second(result: StepResult) -> float:
-    """Return the tokens of all ranks for each second of training steps."""
-    return result.timed_tokens / result.step_seconds if result.step_seconds else 0.0
 
 
 def number(value: float) -> str:
@@ -121,73 +98,29 @@ def read_metrics(directory: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
 
 
-def where_it_ran(plan: Plan, peak_bytes: int | None) -> list[str]:
-    """Return the section with the layout and its memory, predicted and measured."""
-    chosen = plan.chosen
-    gpu = chosen.memory.gpu
-    predicted = f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)})"
-    measured = "not measured on CPU ranks" if peak_bytes is None else f"{gigabytes(peak_bytes)} GB of tensors"
-    return [
-        "## Where it ran",
-        "",
-        f"{plan.hardware.name}, {chosen.strategy.label}. {chosen.reason}",
-        "",
-        *([f"Teacher: {chosen.teacher.reason}", ""] if chosen.teacher is not None else []),
-        *table(("", "predicted", "measured"), [("largest memory of an accelerator", predicted, measured)]),
-        "",
+def report_text(template: str, outcome: LaunchedOutcome, settings: Mapping[str, Any], **values: Any) -> str:
+    """Return `REPORT.md` from a room's template, which includes the sections of `runs/templates/run.md.j2`."""
+    data = [
+        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
+        for name, value in asdict(outcome.statistics).items()
     ]
+    return render(template, outcome=outcome, settings=settings, data=data, **values)
 
 
-def data_and_settings(statistics: SampleStatistics, settings: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Return the sections with what was read, all settings that have a value, and the versions."""
-    named = {name: value for name, value in settings.items() if value is not None}
-    return [
-        "## Data",
-        "",
-        *table(
-            ("", ""),
-            [
-                (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
-                for name, value in asdict(statistics).items()
-            ],
-        ),
-        "",
-        "## Settings",
-        "",
-        *table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in named.items()]),
-        "",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in plan.versions) + ".",
-    ]
+def card_text(template: str, base: str, relation: Relation, library: str, tags: Sequence[str], **values: Any) -> str:
+    """Return `README.md` from a room's template, with the metadata that the Hub reads.
 
-
-def card_front(models: Sequence[str], *, library: str, tags: Sequence[str]) -> list[str]:
-    """Return the metadata of a model card that the Hub reads; models that lie on this machine are not named."""
-    front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags)]
-    on_hub = [name for name in dict.fromkeys(models) if not Path(name).exists()]
-    if on_hub:
-        front += ["base_model:", *(f"- {json.dumps(name)}" for name in on_hub)]
-    return ["---", *front, "---"]
-
-
-def license_of(model: str) -> str:
-    """Return what the card beside a local model says, without asking the Hub."""
-    card = Path(model) / CARD_FILE
-    found = _LICENSE.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
-    return found[1] if found else f"see the card of `{model}`"
-
-
-def title_of(model: str) -> str:
-    """Return the name of a model without what stands before it; of a `config.json` that of its directory.
-
-    >>> title_of("Qwen/Qwen3-0.6B"), title_of("students/half/config.json"), title_of("half.json")
-    ('Qwen3-0.6B', 'half', 'half')
+    Args:
+        template: Its path below `trainers/`.
+        base: Hub id or path of the model that the weights come from.
+        relation: How they came from it.
+        library: That loads them.
+        tags: What the Hub finds the model by.
+        values: Of the template; `others` and `task` are those of `model_card`.
     """
-    path = Path(model)
-    if path.name == "config.json":
-        return path.absolute().parent.name or path.stem
-    if path.suffix == ".json":
-        return path.stem
-    return path.resolve().name if path.name in ("", "..") else path.name
+    stated = {name: values[name] for name in ("others", "task") if name in values}
+    text = render(template, name=shown_name, title=title_of, license=license_of, **values)
+    return model_card(text, base=base, relation=relation, library=library, tags=(*tags, "shardwright"), **stated)
 
 
 def empty_figure() -> tuple[Figure, Axes, Axes]:

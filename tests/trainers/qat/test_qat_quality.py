@@ -28,8 +28,8 @@ from qat_ways_result import Measurement
 from qat_ways_runs import Job, _qat_callback
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.huggingface_hub.cards import title_of
 from shardwright.trainers.qat.command.run_report import checkpoint_facts
-from shardwright.trainers.runs.report import title_of
 from small_llama import shared_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 

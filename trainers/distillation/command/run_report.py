@@ -6,23 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...formats.markdown import table
+from ....plugins.huggingface_hub.cards import CARD_FILE
+from ...formats.rendering import table
 from ...runs.report import (
-    CARD_FILE,
     REPORT_FILE,
     LaunchedOutcome,
     StepResult,
-    card_front,
-    data_and_settings,
+    card_text,
     draw_steps,
     empty_figure,
     finish_axes,
-    license_of,
     number,
     perplexity,
     png,
-    title_of,
-    where_it_ran,
+    report_text,
 )
 from ...runs.settings import METRICS_FILE
 from .run_files import DistillSettings
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
 CHART_FILE = "distillation.png"
+_TEMPLATES = "distillation/command/templates"
 _FORMULAS = {
     "forward_kl": "KL(teacher | student)",
     "reverse_kl": "KL(student | teacher)",
@@ -130,43 +128,25 @@ def report_files(outcome: Outcome) -> dict[str, str | bytes]:
 
 def report(outcome: Outcome) -> str:
     """Return `REPORT.md`."""
-    plan, result, settings, data = outcome.plan, outcome.result, outcome.settings, outcome.statistics
-    shown = settings.model_dump() | {"learning_rate": settings.base_learning_rate()}
-    lines = [
-        "# Distillation report",
-        "",
-        f"`{outcome.teacher}` taught `{outcome.student}`: {outcome.speed_sentence(result)}",
-        "",
-        f"## On {data.evaluation_samples} held-out samples",
-        "",
-        *_comparison_table(result),
-        "",
-        "Means over all labelled tokens, each model reading the data's own tokens.",
-        "",
-        f"![loss and agreement]({CHART_FILE})",
-        "",
-        *where_it_ran(plan, result.peak_bytes),
-        *data_and_settings(data, shown, plan),
-    ]
-    return "\n".join(lines) + "\n"
+    settings = outcome.settings.model_dump() | {"learning_rate": outcome.settings.base_learning_rate()}
+    return report_text(f"{_TEMPLATES}/report.md.j2", outcome, settings, measures=_comparison_table(outcome.result))
 
 
 def model_card(outcome: Outcome) -> str:
     """Return the student's `README.md`, with the metadata that the Hub reads."""
-    settings, data = outcome.settings, outcome.statistics
-    library = "peft" if settings.method == "lora" else "transformers"
-    lines = [
-        *card_front((outcome.student, outcome.teacher), library=library, tags=("distillation", "shardwright")),
-        f"# {title_of(outcome.student)}, taught by {title_of(outcome.teacher)}",
-        "",
-        f"`{outcome.student}` trained on `{data.source}` with `{outcome.teacher}` as its teacher: "
-        f"{objective_sentence(settings)}",
-        "",
-        *outcome.card_measures(outcome.result, settings, _comparison_table(outcome.result)),
-        f"Student: {license_of(outcome.student)}. Teacher: {license_of(outcome.teacher)}. A student may inherit terms "
-        "of its teacher and of the data: read all three before you publish it.",
-    ]
-    return "\n".join(lines) + "\n"
+    adapter = outcome.settings.method == "lora"
+    return card_text(
+        f"{_TEMPLATES}/card.md.j2",
+        outcome.student,
+        "adapter" if adapter else "finetune",
+        "peft" if adapter else "transformers",
+        ("distillation",),
+        outcome=outcome,
+        others=(outcome.teacher,),
+        objective=objective_sentence(outcome.settings),
+        measures=_comparison_table(outcome.result),
+        adapter="whole" if adapter else None,
+    )
 
 
 def objective_sentence(settings: DistillSettings) -> str:
@@ -181,7 +161,7 @@ def objective_sentence(settings: DistillSettings) -> str:
     return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
 
 
-def _comparison_table(result: RunResult) -> list[str]:
+def _comparison_table(result: RunResult) -> str:
     rows = [(row.name, row.before, row.after, row.teacher) for row in comparison(result)]
     return table(("", "student before", "student after", "teacher"), rows)
 

@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.plan.write import output_faults
+from ....ds_configs.plan.write import output_faults, write_files
 from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.specs.units import human_count
+from ....plugins.huggingface_hub.cards import CARD_FILE
 from ....plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.transformers.meta_model import build_meta_model
 from ...formats.model_directory import copy_companions
+from ...runs.report import card_text
 from .families import WIDTH_FAMILIES, WidthFamily, teacher_widths, width_changes
 from .files import StudentWriter, student_writer, teacher_directory
 from .layers import LayerStack, layer_changes, layer_stack, uniform_layers, unlike_layers
@@ -211,7 +214,34 @@ def make_student(
         copy_companions(directory, writer.directory)
         writer.write_json("config.json", plan.config)
         writer.write_json(FILE_NAME, report.to_dict())
+        write_files({CARD_FILE: student_card(report, teacher, writer.directory)}, writer.directory, force=True)
     return report
+
+
+def student_card(report: StudentReport, teacher: str, directory: Path) -> str:
+    """Return the student's `README.md`, with the metadata that the Hub reads; `directory` holds its other files."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    plan, request = report.plan, asdict(report.plan.request)
+    left_out = {"importance", "text"} | ({"prune", "granularity"} if request["sparsity"] is None else set())
+    cuts = [(name.replace("_", " "), value) for name, value in request.items() if value is not None]
+    cuts = [(name, value) for name, value in cuts if name not in left_out]
+    is_causal = bool(set(plan.config.get("architectures") or ()) & set(CAUSAL.values()))
+    return card_text(
+        "distillation/student/templates/card.md.j2",
+        teacher,
+        "finetune",
+        "transformers",
+        ("pruned",),
+        teacher=teacher,
+        revision=plan.source.revision,
+        parameters=human_count(plan.student_parameters),
+        teacher_parameters=human_count(plan.teacher_parameters),
+        cuts=cuts,
+        causal=is_causal and (directory / "tokenizer_config.json").is_file(),
+        adapter=None,
+        task="text-generation" if is_causal else None,
+    )
 
 
 def _width_cutter(

@@ -7,25 +7,23 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.quantization.scheme import QuantizationScheme
-from ...formats.markdown import table
+from ....plugins.huggingface_hub.cards import CARD_FILE, shown_name
+from ...formats.rendering import table
 from ...runs.report import (
-    CARD_FILE,
     REPORT_FILE,
     LaunchedOutcome,
     StepResult,
-    card_front,
-    data_and_settings,
+    card_text,
     draw_steps,
     empty_figure,
     finish_axes,
-    license_of,
     number,
     perplexity,
     png,
-    title_of,
-    where_it_ran,
+    report_text,
 )
 from ...runs.settings import METRICS_FILE
+from ..export.files import ADAPTER
 from .request import TEACHERS_OWN, QATSettings, is_own_teacher
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 """Version of `qat --format json`."""
 CHART_FILE = "qat.png"
+_TEMPLATES = "qat/command/templates"
 _COLOURS = ("#bbbbbb", "#ee6677", "#228833")
 
 
@@ -139,30 +138,19 @@ def report_files(outcome: Outcome) -> dict[str, str | bytes]:
 
 def report(outcome: Outcome) -> str:
     """Return `REPORT.md`."""
-    plan, result = outcome.plan, outcome.result
     left_out = () if outcome.settings.teacher else (*TEACHERS_OWN, "teacher_placement")
     shown = outcome.settings.model_dump(exclude=set(left_out))
     shown["learning_rate"] = outcome.settings.base_learning_rate()
-    lines = [
-        "# Quantization-aware training report",
-        "",
-        f"`{outcome.model}` as {outcome.scheme.name}: {outcome.speed_sentence(result)}",
-        "",
-        f"## On {outcome.statistics.evaluation_samples} held-out samples",
-        "",
-        *_stage_table(result),
-        "",
-        *_gap_sentence(result),
-        f"![perplexity and loss]({CHART_FILE})",
-        "",
-        "## The checkpoint",
-        "",
-        *table(("", ""), checkpoint_facts(outcome)),
-        "",
-        *where_it_ran(plan, result.peak_bytes),
-        *data_and_settings(outcome.statistics, shown, plan),
-    ]
-    return "\n".join(lines) + "\n"
+    share, result = recovered(outcome.result), outcome.result
+    return report_text(
+        f"{_TEMPLATES}/report.md.j2",
+        outcome,
+        shown,
+        measures=_stage_table(result),
+        facts=checkpoint_facts(outcome),
+        share=share,
+        cost=None if share is None else number((result.rounded or 0) - (result.dense or 0)),
+    )
 
 
 def checkpoint_facts(outcome: Outcome) -> list[tuple[str, str]]:
@@ -194,25 +182,22 @@ def weights_sentence(scheme: QuantizationScheme) -> str:
 
 def model_card(outcome: Outcome) -> str:
     """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
-    settings, data = outcome.settings, outcome.statistics
-    models = [outcome.model] if outcome.teacher is None else [outcome.model, outcome.teacher]
-    adapter = settings.method == "lora" and settings.lora == "on_quantized_base"
-    lines = [
-        *card_front(models, library="transformers", tags=("compressed-tensors", "qat", "shardwright")),
-        f"# {title_of(outcome.model)}, {outcome.scheme.name}",
-        "",
-        f"`{outcome.model}` trained on `{data.source}` with the numbers of this checkpoint in every forward pass: "
-        f"{weights_sentence(outcome.scheme)}. {_objective(outcome)}",
-        "",
-        "Transformers loads it where `compressed-tensors` is installed; vLLM reads the format, and runs the bits and "
-        "group sizes that it has kernels for."
-        + (" The trained adapter lies in `adapter`, for PEFT; without it the model is merely rounded." * adapter),
-        "",
-        *outcome.card_measures(outcome.result, settings, _stage_table(outcome.result)),
-        f"{'. '.join(f'{name}: {license_of(name)}' for name in dict.fromkeys(models))}. The checkpoint may inherit "
-        "terms of these and of the data: read them before you publish it.",
-    ]
-    return "\n".join(lines) + "\n"
+    settings = outcome.settings
+    others = () if outcome.teacher in (None, outcome.model) else (outcome.teacher,)
+    return card_text(
+        f"{_TEMPLATES}/card.md.j2",
+        outcome.model,
+        "quantized",
+        "transformers",
+        ("compressed-tensors", "qat"),
+        outcome=outcome,
+        models=(outcome.model, *others),
+        others=others,
+        weights=weights_sentence(outcome.scheme),
+        objective=_objective(outcome),
+        measures=_stage_table(outcome.result),
+        adapter=ADAPTER if settings.method == "lora" and settings.lora == "on_quantized_base" else None,
+    )
 
 
 def _objective(outcome: Outcome) -> str:
@@ -221,25 +206,12 @@ def _objective(outcome: Outcome) -> str:
     own = " in full precision" if is_own_teacher(outcome.settings, outcome.model) else ""
     share = outcome.settings.alpha
     labels = "" if share == 1 else f", and from the data's own tokens with weight {1 - share:g}"
-    return f"It learned from `{outcome.teacher}`{own}, {outcome.settings.loss} with weight {share:g}{labels}."
+    teacher = shown_name(outcome.teacher)
+    return f"It learned from `{teacher}`{own}, {outcome.settings.loss} with weight {share:g}{labels}."
 
 
-def _stage_table(result: RunResult) -> list[str]:
+def _stage_table(result: RunResult) -> str:
     return table(("", "cross-entropy, nats a token", "perplexity"), [stage.row for stage in stages(result)])
-
-
-def _gap_sentence(result: RunResult) -> list[str]:
-    share = recovered(result)
-    if share is None or result.dense is None or result.rounded is None:
-        return []
-    cost = f"Rounding alone costs {number(result.rounded - result.dense)} nats a token"
-    if share <= 1:
-        return [f"{cost}; training has won back {100 * share:.0f} % of it.", ""]
-    learned = "the trained model is better than the one before, because it has learned this data too"
-    return [
-        f"{cost}; {learned}. A fair comparison fine-tunes in full precision for as many steps, and rounds then.",
-        "",
-    ]
 
 
 def figure(outcome: Outcome) -> Figure:

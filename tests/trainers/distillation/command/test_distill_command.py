@@ -13,6 +13,7 @@ import pytest
 import shardwright
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
+from huggingface_hub import ModelCard
 from pydantic import ValidationError
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
@@ -244,7 +245,11 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: P
     (models["teacher"] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     card = model_card(found)
     assert "Teacher: apache-2.0." in card and "see the card of `org/pupil`" in card
-    assert '- "org/pupil"' in card and "0.25 · cross-entropy + 0.75 · 2² · KL(teacher | student) at τ = 2" in card
+    assert (
+        ModelCard(card).data.base_model == "org/pupil"
+        and "0.25 · cross-entropy + 0.75 · 2² · KL(teacher | student) at τ = 2" in card
+    )
+    assert ModelCard(card).data.base_model_relation == "finetune" and str(models["teacher"]) not in card
     labels = [text.get_text() for axes in figure(found.metrics).axes for text in axes.get_legend().get_texts()]
     assert labels == ["loss", "KL(teacher | student)", "same most likely token"]
 

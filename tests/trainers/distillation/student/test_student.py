@@ -13,11 +13,13 @@ import pytest
 import shardwright
 import torch
 import transformers
+from cards import read_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from shardwright.cli import main
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.distillation.student import files as student_files
 from shardwright.trainers.distillation.student.layers import uniform_layers
 from shardwright.trainers.distillation.student.low_rank import low_rank
@@ -333,6 +335,21 @@ def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(teacher_of("llama"), tmp_path_factory.mktemp("student") / "teacher")
+
+
+def test_the_card_says_what_was_cut_and_its_snippet_runs(tmp_path):
+    teacher = saved(teacher_of("qwen3"), tmp_path / "teacher")
+    byte_tokenizer(VOCAB).save_pretrained(teacher)
+    (tmp_path / "teacher" / "README.md").write_text("---\nbase_model: org/large\nlicense: mit\n---\n")
+    made(teacher, tmp_path / "student", layers=2, sparsity=0.5)
+    card = read_card(tmp_path / "student")
+    assert (card.base_model, card.license, card.pipeline_tag) == ("org/large", "mit", "text-generation")
+    text = (tmp_path / "student" / "README.md").read_text()
+    assert "| layers | 2 |" in text and "| sparsity | 0.5 |" in text and str(tmp_path) not in text
+    encoder = saved(teacher_of("bert mlm"), tmp_path / "encoder")
+    made(encoder, tmp_path / "small", layers=2)
+    assert read_card(tmp_path / "small", run=False).pipeline_tag is None
+    assert "```" not in (tmp_path / "small" / "README.md").read_text()
 
 
 def test_command_writes_a_model_and_says_how_much_is_left(shell, llama, tmp_path):

@@ -16,6 +16,7 @@ import shardwright
 import torch
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
+from huggingface_hub import ModelCard
 from shardwright.ds_configs.plan.write import output_faults
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
@@ -441,7 +442,9 @@ def test_the_report_holds_what_was_measured(outcome: Outcome) -> None:
         assert part in text, part
     assert "`alpha`" not in text, "without a teacher its settings mean nothing"
     card = model_card(outcome)
-    assert '- "org/base"' in card and "It learned from the data's own tokens." in card
+    data = ModelCard(card).data
+    assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
+    assert "It learned from the data's own tokens." in card
     for revision, said in ((None, "`org/base` in full precision"), ("R2", "`org/base`, forward_kl")):
         own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
         assert said in model_card(own)
