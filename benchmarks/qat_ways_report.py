@@ -35,11 +35,11 @@ _COLUMNS = (
 )
 
 
-def comparison_table(found: Comparison) -> str:
-    """Return a Markdown table: one row for each way, and one for the model before training."""
+def comparison_table(found: Comparison) -> list[str]:
+    """Return the lines of a Markdown table: one row for each way, and one for the model before training."""
     before = ["before training", _perplexity(found.perplexity(None))]
     rows = [[*before, *[""] * (len(_COLUMNS) - len(before))]]
-    return table(_COLUMNS, [*rows, *(_row(found, way) for way in found.ways)])
+    return table(_COLUMNS, [*rows, *(_row(found, way) for way in found.ways)]).splitlines()
 
 
 def comparison_page(found: Comparison, picture: str | None = None) -> str:
@@ -57,7 +57,7 @@ def comparison_page(found: Comparison, picture: str | None = None) -> str:
         f"{sum(found.token_counts):,} held-out tokens. Errors are one standard error over held-out windows, of the "
         "difference to the fine-tuned model window by window.",
         "",
-        comparison_table(found),
+        *comparison_table(found),
         "",
         *(["", f"![Gap recovered by each way]({picture})", ""] if picture else []),
         *verdicts(found),

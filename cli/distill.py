@@ -15,6 +15,7 @@ from .settings import FILLED, Options, grouped
 from .training_shown import show_dry_run
 
 if TYPE_CHECKING:
+    from ..plugins.huggingface_hub.cards import CARD_FILE
     from ..trainers.distillation.command.run_report import Outcome
 
 
@@ -65,8 +66,9 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ..plugins.huggingface_hub.cards import CARD_FILE
     from ..trainers.distillation.command.run_report import CHART_FILE, comparison
-    from ..trainers.runs.report import CARD_FILE, REPORT_FILE
+    from ..trainers.runs.report import REPORT_FILE
     from .show import console
 
     out = console()

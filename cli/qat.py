@@ -98,9 +98,10 @@ def show_outcome(outcome: Outcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ..plugins.huggingface_hub.cards import CARD_FILE
     from ..trainers.qat.command.request import is_own_teacher
     from ..trainers.qat.command.run_report import CHART_FILE, checkpoint_facts, stages
-    from ..trainers.runs.report import CARD_FILE, REPORT_FILE
+    from ..trainers.runs.report import REPORT_FILE
     from .show import console
 
     out = console()
