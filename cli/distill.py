@@ -15,7 +15,6 @@ from .settings import FILLED, Options, grouped
 from .training_shown import show_dry_run
 
 if TYPE_CHECKING:
-    from ..plugins.huggingface_hub.cards import CARD_FILE
     from ..trainers.distillation.command.run_report import Outcome
 
 
