@@ -49,7 +49,8 @@ def walks() -> list[tuple[list[Step], dict[str, int]]]:
     return found
 
 
-PLAN, QUANTIZE = walks()
+WALKS = walks()
+PLAN = WALKS[0]
 
 
 @cache
@@ -108,13 +109,13 @@ def leads_to(caller: Step, step: Step) -> bool:
     return "build_app" in names and f'"{Path(step.path).stem}:{step.function}"' in source
 
 
-@pytest.mark.parametrize("step", [*PLAN[0], *QUANTIZE[0]], ids=lambda step: f"{step.path}:{step.function}")
+@pytest.mark.parametrize("step", [step for steps, _ in WALKS for step in steps], ids=lambda step: f"{step.path}:{step.function}")
 def test_each_step_exists_and_is_reached_from_its_caller(step):
     assert step.function in definitions(step.path)
     assert step.caller is None or leads_to(step.caller, step), f"{step.caller[:2]} does not lead to it"
 
 
-@pytest.mark.parametrize("walk", [PLAN, QUANTIZE], ids=["plan", "quantize"])
+@pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk[0][0].function)
 def test_rooms_are_entered_as_often_as_the_page_says(walk):
     steps, stated = walk
     entered = Counter(step.room for step in steps if step.caller is None or step.caller.room != step.room)
