@@ -24,6 +24,12 @@ SHARED = dict.fromkeys(("test_qat_quality.py", "test_quantize_quality.py"), "sma
 _SESSION = pytest.StashKey[session.Session]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run say how many combinations of layouts and settings it draws."""
+    parser.addoption("--draw", type=int, default=6, help="combinations that tests/equivalence draws")
+    parser.addoption("--seed", type=int, default=1, help="of these draws")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Open the session where it is controlled; workers of xdist inherit its environment."""
     if not hasattr(config, "workerinput"):

@@ -6,6 +6,7 @@ from ..specs.errors import Fault
 from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS
 from ..specs.model import targeted_linears
 from .candidate import Candidate, Rule, one_of
+from .combinations import columns_of, combination_faults
 from .parallel_rules import AXIS_RULES, PARALLEL_RULES
 
 
@@ -235,6 +236,20 @@ def lora_targets_exist(candidate: Candidate) -> Fault | None:
     return Fault(where="lora_targets", value=",".join(missing), rule="match no Linear module", fix=fix)
 
 
+def settings_are_proven(candidate: Candidate) -> list[Fault]:
+    """The optimizer, the precision and what else a job has go with the engine and the axes of the layout."""
+    job, strategy = candidate.job, candidate.strategy
+    stated = {
+        "bf16": job.precision == "bf16",
+        "lora": job.method != "full",
+        "gradient_checkpointing": strategy.gradient_checkpointing,
+        "distillation": job.teacher is not None,
+    }
+    return combination_faults(
+        (job.optimizer, *(name for name, is_set in stated.items() if is_set)), columns_of(strategy)
+    )
+
+
 RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     world_is_the_product,
@@ -260,5 +275,5 @@ RULES: tuple[Rule, ...] = (
 def legality_faults(candidate: Candidate) -> tuple[Fault, ...]:
     """Return every rule that the candidate violates; empty when it is legal."""
     found = [fault for rule in RULES if (fault := rule(candidate)) is not None]
-    found += [fault for rule in AXIS_RULES for fault in rule(candidate)]
+    found += [fault for rule in (*AXIS_RULES, settings_are_proven) for fault in rule(candidate)]
     return tuple(found)

@@ -11,6 +11,7 @@ from equivalence.cases import (
     ADAM_EPSILON,
     FURTHER,
     LAYOUTS,
+    LOSS_TOLERANCE,
     MICRO_STEP_SAMPLES,
     OFFLOADED,
     VOCAB_SIZE,
@@ -18,6 +19,7 @@ from equivalence.cases import (
     padded,
     samples,
 )
+from shardwright.ds_configs.legality.combinations import columns_of, combination_faults
 from shardwright.ds_configs.specs.strategy import Strategy
 
 STEPS = 3
@@ -137,6 +139,10 @@ def _optimizer(name: str) -> Callable[[Run], None]:
     return _arguments(optim=name, learning_rate=LEARNING_RATES.get(name, 1e-3))
 
 
+def _dropped(run: Run) -> None:
+    run.sizes["attention_dropout"] = 0.1
+
+
 def _balanced(run: Run) -> None:
     run.family = "mixtral"
     run.sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -189,7 +195,7 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
     "streams": _streamed,
     "compile": _arguments(torch_compile=True, torch_compile_backend="eager"),
     "bf16": _arguments(bf16=True),
-    "fp16": _arguments(fp16=True),
+    "dropout": _dropped,
     "split_batches": _split,
     "adamw_torch": _optimizer("adamw_torch"),
     "adamw_torch_fused": _optimizer("adamw_torch_fused"),
@@ -198,7 +204,18 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
     "rmsprop": _optimizer("rmsprop"),
     "adafactor": _optimizer("adafactor"),
 }
-"""What a run may have besides its layout; a dropout that ranks draw for themselves equals nothing and is not here."""
+"""What a run may have besides its layout, by the names of the table of combinations."""
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+SWITCHES = (
+    *("balance_loss", "gradient_checkpointing", "label_smoothing", "packing", "streams", "split_batches", "compile"),
+    *("bf16", "dropout"),
+)
+METHODS = tuple(name for name in SETTINGS if name not in (*OPTIMIZERS, *SWITCHES))
+"""A run has at most one of each group."""
+TOLERANCES: Mapping[str, float] = {"bf16": 3e-2, "dropout": 0.3}
+"""In nats for each token: 16-bit numbers are rounded in another order, and dropout draws other masks."""
+FIRST_STEP_ON_ZEROS = 0.2
+"""Likewise, for AdamW in 16 bit without ZeRO (deepspeed 0.19.8)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +241,27 @@ class Combination:
 
     @property
     def family(self) -> str:
+        if self.layout.startswith("single-"):
+            return self.layout.removeprefix("single-")
         return "mixtral" if self.strategy.ep > 1 or "balance_loss" in self.settings else "llama"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Where it stands in the table of combinations."""
+        return columns_of(self.strategy)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the table says that every one of its pairs is."""
+        used = self.settings if set(self.settings) & set(OPTIMIZERS) else (*self.settings, "adamw_torch")
+        return not combination_faults(used, self.columns)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference of a loss from the one of one process."""
+        if "bf16" in self.settings and "zero0" in self.columns:
+            return FIRST_STEP_ON_ZEROS
+        return max((TOLERANCES.get(name, LOSS_TOLERANCE) for name in self.settings), default=LOSS_TOLERANCE)
 
     def reference(self) -> Combination:
         """Return the run in one process that this must equal; it is named by its family alone."""

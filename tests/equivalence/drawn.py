@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import LOSS_TOLERANCE
-from equivalence.combinations import Combination
+from equivalence.combinations import ALL_LAYOUTS, METHODS, OPTIMIZERS, SWITCHES, Combination
 from warm_ranks import RanksFailedError, run_ranks
 
 _WORKER = Path(__file__).with_name("drawn_worker.py")
@@ -49,8 +49,8 @@ def _attempt(combinations: Sequence[Combination], ranks: int, directory: Path) -
     return found
 
 
-def outcome(record: dict[str, Any], reference: dict[str, Any]) -> tuple[str, str]:
-    """Return `equal`, `refused`, `late`, `off` or `broken`, and what to say about it."""
+def outcome(combination: Combination, record: dict[str, Any], reference: dict[str, Any]) -> tuple[str, str]:
+    """Return `equal`, `refused`, `late` (refused after a step), `off` or `broken`, and what to say about it."""
     if "refused" in record:
         return ("late" if record["steps"] else "refused"), record["refused"]
     if "error" in record:
@@ -59,4 +59,34 @@ def outcome(record: dict[str, Any], reference: dict[str, Any]) -> tuple[str, str
         return "broken", f"the reference: {reference}"
     pairs = zip(record["losses"], reference["losses"], strict=True)
     difference = max(abs(own - expected) for own, expected in pairs)
-    return ("equal" if difference <= LOSS_TOLERANCE else "off"), f"{difference:.1e}"
+    return ("equal" if difference <= combination.tolerance else "off"), f"{difference:.1e}"
+
+
+def drawn(count: int, seed: int) -> list[Combination]:
+    """Return combinations of a layout with up to one method, one switch and one optimizer, the same for a seed."""
+    draw = random.Random(seed)
+    layouts = [name for name in ALL_LAYOUTS if not name.startswith("single-")]
+    found: dict[str, Combination] = {}
+    while len(found) < count:
+        groups = (METHODS, SWITCHES, OPTIMIZERS)
+        settings = tuple(draw.choice(group) for group in groups if draw.random() < 0.5) or (draw.choice(METHODS),)
+        combination = Combination(layout=draw.choice(layouts), settings=settings, accumulation=draw.choice((1, 2)))
+        if _is_judged(combination):
+            found[combination.name] = combination
+    return list(found.values())
+
+
+def _is_judged(combination: Combination) -> bool:
+    """Whether losses tell: rounded inputs turn the last bit into whole codes, and have a test of their own."""
+    return not combination.is_proven or not {"qat_inputs", "qat_ranges"} & set(combination.settings)
+
+
+def verdict(combination: Combination, found: str) -> bool:
+    """Return whether an outcome is what the table says.
+
+    What it refuses must be refused before the first step. What it proves must be equal; several settings may refuse one
+    another besides.
+    """
+    if not combination.is_proven:
+        return found == "refused"
+    return found == "equal" or (found == "refused" and len(combination.settings) > 1)

@@ -11,8 +11,9 @@ from typing import Any
 
 from equivalence.cases import IGNORED, LONGEST, samples
 from equivalence.combinations import Combination, collated, make_model, prepared_run
+from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks, forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
 
@@ -38,7 +39,8 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
     run = prepared_run(combination, directory)
     strategy = combination.strategy
     engine = strategy.engine
-    if run.distillation is not None and strategy.sp > 1:
+    shares = run.distillation is not None and strategy.sp > 1
+    if shares:
         from distillation_cases import sequence_parallelism
 
         # This trainer shares sequences by itself.
@@ -50,6 +52,10 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
         overrides = {**overrides, "accelerator_config": {**overrides.get("accelerator_config", {}), **own}}
     arguments = training_arguments(run.arguments, overrides)
     model = make_model(run.family or combination.family, run.sizes)
+    if strategy.tp > 1 and arguments.bf16:
+        import torch
+
+        model = model.to(torch.bfloat16)
     for change in run.change_model:
         model = change(model)
     data: Any = run.data or samples()
@@ -60,7 +66,7 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
         "model": model,
         "args": arguments,
         "train_dataset": data,
-        "data_collator": tensors_collated if run.streams else collated,
+        "data_collator": one_length if run.streams or shares else collated,
         "callbacks": [make() for make in run.callbacks],
     }
     layout = parallelism_of(strategy)
@@ -73,14 +79,16 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
     return layout.make_trainer(**settings, trainer_class=DistillationTrainer, teacher=teacher, distillation=config)
 
 
-def tensors_collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate rows of lists to one length: batches that one rank reads for all have one shape."""
+def one_length(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate rows to one length, with positions: batches that one rank reads for all, or shares, have one shape."""
     import torch
 
     batch = collated([{name: torch.as_tensor(value) for name, value in row.items()} for row in rows])
     missing = (0, LONGEST - batch["input_ids"].shape[1])
     fill = {"labels": IGNORED}
-    return {name: torch.nn.functional.pad(one, missing, value=fill.get(name, 0)) for name, one in batch.items()}
+    batch = {name: torch.nn.functional.pad(one, missing, value=fill.get(name, 0)) for name, one in batch.items()}
+    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    return {"position_ids": positions.contiguous(), **batch}
 
 
 def write_records(combinations: list[Combination], output: Path) -> None:

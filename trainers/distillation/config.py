@@ -124,6 +124,18 @@ class DistillationConfig:
         )
 
     @property
+    def combined_settings(self) -> tuple[str, ...]:
+        """What it is in the table of combinations."""
+        names = {
+            "distillation": not self.is_plain_training,
+            "distilled_features": self.hidden_states is not None,
+            "distilled_attention": self.attention is not None,
+            "on_policy": self.on_policy is not None,
+            "moving_average_teacher": self.self_teacher is not None and self.self_teacher.kind == "ema",
+        }
+        return tuple(name for name, is_set in names.items() if is_set)
+
+    @property
     def is_plain_training(self) -> bool:
         """Whether no term needs a teacher, so that this is ordinary training."""
         return self.alpha == 0 and self.hidden_states is None and self.attention is None and self.on_policy is None

@@ -11,6 +11,7 @@ from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
 from ...plugins.launching.notes import note
+from ...plugins.transformers.run_settings import trainer_faults
 from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
 from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch
@@ -46,6 +47,7 @@ class DistillationTrainer(Trainer):
         UsageError: terms, teacher and arguments do not go together; all faults at once.
     """
 
+    corrects_balance_loss = True
     shares_sequences = True
     """Cuts sequences over ranks by itself, so that `SequenceParallelCallback` leaves it alone."""
 
@@ -77,10 +79,17 @@ class DistillationTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = predicts_next_token(inner_model(self))
         setup.check_accelerator(self.accelerator)
+        if faults := trainer_faults(self):
+            raise UsageError(faults)
         self.teacher, self.teacher_cache = setup.place(self)
         self._features = feature_matching(self.distillation, inner_model(self), self.teacher)
         if self._features is not None and self._features.projectors is not None:
             inner_model(self).add_module(PROJECTORS, self._features.projectors.to(self.args.device))
+
+    @property
+    def combined_settings(self) -> tuple[str, ...]:
+        """What it is in the table of combinations."""
+        return self.distillation.combined_settings
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

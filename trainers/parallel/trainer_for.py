@@ -10,6 +10,7 @@ from ...ds_configs.memory.pipeline_stages import pipeline_stages
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.stages import PipelineStage
 from ...ds_configs.specs.strategy import Strategy
+from ...plugins.transformers.run_settings import trainer_faults
 
 if TYPE_CHECKING:
     from ...ds_configs.plan.plan import Plan
@@ -85,6 +86,8 @@ class PlannedParallelism:
             check_context_parallel_trainer(trainer)
         for callback in self.callbacks:
             callback.attach(trainer)
+        if not self.is_pipeline and (faults := trainer_faults(trainer)):
+            raise UsageError(faults)
         return trainer
 
     def _prepare_context(self, model: Any, args: Any, collator: Any) -> Any:

@@ -16,6 +16,7 @@ from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.engine import share_with_zero3
 from ...plugins.launching.notes import note
+from ...plugins.transformers.run_settings import run_faults
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
 from .rounding.attach import attach
 from .rounding.attachment import Attachment, attachment_of
@@ -47,6 +48,17 @@ class QATCallback(TrainerCallback, ExportableState):
     Raises:
         UsageError: the configuration contradicts itself; all faults at once.
     """
+
+    @property
+    def combined_settings(self) -> tuple[str, ...]:
+        """What it is in the table of combinations."""
+        names = {
+            "qat": True,
+            "qat_inputs": self.config.scheme.activations is not None,
+            "qat_ranges": self.config.stores_ranges,
+            "learned_scales": self.config.learns_scales,
+        }
+        return tuple(name for name, is_set in names.items() if is_set)
 
     resumed: dict[str, Any] | None = None
     """Record of a checkpoint, where the Trainer made this callback anew from one; `None` otherwise."""
@@ -94,6 +106,7 @@ class QATCallback(TrainerCallback, ExportableState):
         """Attach before the optimizer is made, so that it sees scales that are learned."""
         if model is None:
             return
+        _raise(run_faults(args, model, callbacks=(self,)))
         fresh = attachment_of(model) is None
         attachment = self.prepare(args, model)
         if fresh and optimizer is not None:
@@ -111,6 +124,7 @@ class QATCallback(TrainerCallback, ExportableState):
         fresh = attachment_of(model) is None
         attachment = self.prepare(args, model)
         self._take_up(state)
+        _raise(run_faults(args, model, callbacks=(self,)))
         faults = training_faults(attachment, args, state.max_steps, optimizer)
         _raise(foreign_optimizer_faults(attachment) if fresh else faults)
         if args.weight_decay and attachment.config.learns_scales:

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
+from ...plugins.transformers.run_settings import run_faults
 from .targets import fused_experts_remark, target_layers
 
 if TYPE_CHECKING:
@@ -56,15 +57,24 @@ class L1SparsityCallback(TrainerCallback):
         self._editor: WeightEditor | None = None
         self._learning_rate = 0.0
 
+    @property
+    def combined_settings(self) -> tuple[str, ...]:
+        """What it is in the table of combinations."""
+        return ("l1",)
+
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Find the layers, so that a wrong name costs no time."""
         if model is not None:
+            if faults := run_faults(args, model, callbacks=(self,)):
+                raise UsageError(faults)
             target_layers(model, self._targets, self._ignore)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Check that changes will last."""
+        if combined := run_faults(args, model, callbacks=(self,)):
+            raise UsageError(combined)
         layers = target_layers(model, self._targets, self._ignore)
         weights = {name: module.weight for name, module in layers.items()}
         faults = edit_faults(weights, args, optimizer, tiny_changes=True)

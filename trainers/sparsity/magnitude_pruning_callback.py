@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
+from ...plugins.transformers.run_settings import run_faults
 from .mask_file import FILE_NAME, load_masks, save_masks
 from .masks import Pattern, chosen, magnitudes, packed_mask, set_to_zero, smallest, unpacked_mask
 from .schedule import PruningSchedule
@@ -83,15 +84,24 @@ class MagnitudePruningCallback(TrainerCallback):
         self.sparsity = 0.0
         """Share of zeros in the targets that the masks hold now."""
 
+    @property
+    def combined_settings(self) -> tuple[str, ...]:
+        """What it is in the table of combinations."""
+        return ("pruning",) if self._scope == "matrix" else ("global_pruning",)
+
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Find the layers, so that a wrong name costs no time."""
         if model is not None:
+            if faults := run_faults(args, model, callbacks=(self,)):
+                raise UsageError(faults)
             self._layers(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Check that zeros will last, take up the masks of a resumed run, or choose the first zeros."""
+        if combined := run_faults(args, model, callbacks=(self,)):
+            raise UsageError(combined)
         layers = self._layers(model)
         weights = {name: module.weight for name, module in layers.items()}
         faults = [*edit_faults(weights, args, optimizer), *self._run_faults(args, state, model)]

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.deepspeed import auto_ep
 from ....plugins.deepspeed.auto_ep_checkpoint import Shapes, whole_shapes, whole_state_dict
+from ....plugins.transformers.run_settings import trainer_faults
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 from .balance import balance_loss_share
 from .router_watch import RouterWatch
@@ -80,6 +81,9 @@ class ExpertParallelCallback(TrainerCallback):
         if self._trainer is not None:
             fix = "make one callback for each Trainer"
             raise UsageError(Fault(where="ExpertParallelCallback", rule="has a Trainer already", fix=fix))
+        trainer.corrects_balance_loss = True
+        if faults := trainer_faults(trainer):
+            raise UsageError(faults)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -93,6 +97,8 @@ class ExpertParallelCallback(TrainerCallback):
         if self._trainer is None:
             rule, fix = "was not attached", "call attach(trainer) before trainer.train()"
             raise UsageError(Fault(where="ExpertParallelCallback", rule=rule, fix=fix))
+        if faults := trainer_faults(self._trainer):
+            raise UsageError(faults)
         engine = self._trainer.deepspeed
         if not engine.zero_optimization():
             auto_ep.clip_by_the_whole_norm(engine)

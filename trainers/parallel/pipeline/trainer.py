@@ -29,6 +29,7 @@ from ....plugins.deepspeed_pipeline.engine import (
 )
 from ....plugins.deepspeed_pipeline.module import build_pipeline_module
 from ....plugins.launching.notes import note
+from ....plugins.transformers.run_settings import run_faults
 from ....plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
 from .checks import check_pipeline, configuration_in_use, engine_faults, global_batch_faults, length_faults
 from .evaluation import own_samples
@@ -99,7 +100,8 @@ class PipelineTrainer(Trainer):
         if isinstance(stages, int):
             stages = balanced(whole, args, ranks, dual_pipe=dual_pipe, tensor_parallel_size=tensor_parallel_size)
         layers = whole.config.get_text_config().num_hidden_layers
-        faults = [*partition_faults(stages, layers, dual_pipe=dual_pipe), *_unsupported(kwargs)]
+        faults = run_faults(args, whole, callbacks=kwargs.get("callbacks") or (), pipeline=True)
+        faults += [*partition_faults(stages, layers, dual_pipe=dual_pipe), *_unsupported(kwargs)]
         faults += engine_faults(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
         if faults:
             raise UsageError(faults)

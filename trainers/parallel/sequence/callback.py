@@ -11,6 +11,7 @@ from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.deepspeed.engine import accept_train_batch_size
 from ....plugins.deepspeed.tiled_compute import share_tiled_mlps, tile_mlps, untile_mlps
 from ....plugins.deepspeed.ulysses import SharedSequence, forget_sequence_parallelism
+from ....plugins.transformers.run_settings import trainer_faults
 from .checks import argument_faults, base_model, model_faults
 from .tiling import TiledLoss, tile_count, tiling_faults
 from .trainer_methods import LossReduction, SequenceParallelMethods, SequenceParallelRun
@@ -100,6 +101,8 @@ class SequenceParallelCallback(TrainerCallback):
         size = self.sequence_parallel_size
         if size > 1:
             _check_trainer(trainer, size)
+            if faults := trainer_faults(trainer):
+                raise UsageError(faults)
             run = SequenceParallelRun(
                 shared=SharedSequence(size),
                 loss_reduction=self.loss_reduction,

@@ -22,6 +22,7 @@ from ....plugins.deepspeed.auto_tp import (
 )
 from ....plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from ....plugins.deepspeed.tensor_parallel_batches import GroupsOnce
+from ....plugins.transformers import run_settings
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 from .checks import layout_faults, section_faults, trainer_faults
 
@@ -136,6 +137,7 @@ class TensorParallelCallback(TrainerCallback):
         if self.tensor_parallel_size == 1:
             return
         faults = trainer_faults(trainer, vocabulary_parallel_head=self.vocabulary_parallel_head)
+        faults += run_settings.trainer_faults(trainer)
         if faults:
             raise UsageError(faults)
         # Dispatching from the first rank would give every group the same batch.
@@ -158,7 +160,8 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(Fault(where="TensorParallelCallback.attach", rule=rule, fix=fix))
         if self.tensor_parallel_size == 1:
             return
-        faults = unpartitioned_layers(self._trainer.model, self.tensor_parallel_size)
+        faults = run_settings.trainer_faults(self._trainer)
+        faults += unpartitioned_layers(self._trainer.model, self.tensor_parallel_size)
         if faults:
             raise UsageError(faults)
         align_random_state(args.device)
