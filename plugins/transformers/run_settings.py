@@ -72,7 +72,7 @@ def balances_experts(model: Any) -> bool:
 
 
 def _model_settings(model: Any) -> dict[str, Any]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     adapted = hasattr(model, "peft_config")
     trains = [parameter.requires_grad for parameter in model.parameters()] if hasattr(model, "parameters") else []
@@ -95,16 +95,16 @@ def layout_of(arguments: Any, *, pipeline: bool = False) -> Strategy:
         "ep": int((configuration.get("expert_parallel") or {}).get("autoep_size", 1) or 1),
         "pp": 2 if pipeline else 1,
     }
-    stated = {name: 2 for name, size in sizes.items() if size > 1}
+    stated: dict[str, Any] = {name: 2 for name, size in sizes.items() if size > 1}
     if configuration:
-        offloads = {f"offload_{part}": _device(zero, part) for part in ("optimizer", "param")}
+        offloads: dict[str, Any] = {f"offload_{part}": _device(zero, part) for part in ("optimizer", "param")}
         if not configuration.get("zero_force_ds_cpu_optimizer", True):
             # The optimizer is the user's own then, on whatever device.
             offloads = {}
-        return Strategy(engine="deepspeed", zero_stage=int(zero.get("stage", 0)), **offloads, **stated)  # type: ignore[arg-type]
+        return Strategy(engine="deepspeed", zero_stage=int(zero.get("stage", 0)), **offloads, **stated)
     if arguments.fsdp:
-        offloaded = "cpu" if (arguments.fsdp_config or {}).get("offload_params") else "none"
-        return Strategy(engine="fsdp2", offload_optimizer=offloaded, offload_param=offloaded, **stated)  # type: ignore[arg-type]
+        offloaded: Any = "cpu" if (arguments.fsdp_config or {}).get("offload_params") else "none"
+        return Strategy(engine="fsdp2", offload_optimizer=offloaded, offload_param=offloaded, **stated)
     return Strategy(engine="single" if arguments.world_size == 1 else "ddp", **stated)
 
 
