@@ -63,6 +63,7 @@ class DistillationTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self.distillation = distillation or DistillationConfig()
+        self.combined_settings = self.distillation.combined_settings
         setup = TeacherSetup(model, teacher, teacher_placement, self.distillation, args)
         setup.check_trainer_arguments(kwargs)
         self._cross_tokenizer = setup.cross_tokenizer(kwargs, teacher_tokenizer)
@@ -85,11 +86,6 @@ class DistillationTrainer(Trainer):
         self._features = feature_matching(self.distillation, inner_model(self), self.teacher)
         if self._features is not None and self._features.projectors is not None:
             inner_model(self).add_module(PROJECTORS, self._features.projectors.to(self.args.device))
-
-    @property
-    def combined_settings(self) -> tuple[str, ...]:
-        """What it is in the table of combinations."""
-        return self.distillation.combined_settings
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
