@@ -109,7 +109,9 @@ def leads_to(caller: Step, step: Step) -> bool:
     return "build_app" in names and f'"{Path(step.path).stem}:{step.function}"' in source
 
 
-@pytest.mark.parametrize("step", [step for steps, _ in WALKS for step in steps], ids=lambda step: f"{step.path}:{step.function}")
+@pytest.mark.parametrize(
+    "step", [step for steps, _ in WALKS for step in steps], ids=lambda step: f"{step.path}:{step.function}"
+)
 def test_each_step_exists_and_is_reached_from_its_caller(step):
     assert step.function in definitions(step.path)
     assert step.caller is None or leads_to(step.caller, step), f"{step.caller[:2]} does not lead to it"
