@@ -27,7 +27,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.ds_configs.specs.units import gigabytes
-from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run
+from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run_launch
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "models"
 WORKER = Path(__file__).with_name("gpu_memory_worker.py")
@@ -274,7 +274,7 @@ def measure(case: GpuCase, *, limit_seconds: float) -> GpuResult:
         output = Path(directory) / "result.json"
         failure = ""
         try:
-            run(
+            run_launch(
                 [str(WORKER), json.dumps(asdict(case)), str(output)],
                 timeout_seconds=limit_seconds,
                 environment=gpu_environment(os.environ),

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.launching.launch import free_port, python_arguments, run
+from shardwright.plugins.launching.launch import free_port, python_arguments, run_launch
 
 SECONDS_PER_CASE = 90
 
@@ -31,7 +31,7 @@ def measure_cases(cases: Sequence[Any], *, worker_file: str) -> list[dict[str, A
             wanted.write_text(json.dumps(chosen), encoding="utf-8")
             launch = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
             command = python_arguments([*launch, str(worker), str(wanted), str(output)])
-            run(command, timeout_seconds=120 + SECONDS_PER_CASE * len(chosen), on_line=_show)
+            run_launch(command, timeout_seconds=120 + SECONDS_PER_CASE * len(chosen), on_line=_show)
             records += [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     return records
 

@@ -16,7 +16,7 @@ from statistics import median
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning.models import load_model
+from shardwright.plugins.planning.models import load_model_spec
 
 MODEL = Path(__file__).parents[1] / "tests" / "data" / "models" / "meta-llama--Llama-3.1-405B"
 HARDWARE = "128x8xH100-80GB"
@@ -41,7 +41,7 @@ def command_seconds(*arguments: str) -> float:
 
 def loaded_seconds() -> float:
     """Return the median time of `make_plan` when model, hardware and modules are loaded."""
-    model, hardware, job = load_model(str(MODEL)).spec, parse_hardware(HARDWARE), TrainingJob()
+    model, hardware, job = load_model_spec(str(MODEL)).spec, parse_hardware(HARDWARE), TrainingJob()
     return median(seconds(lambda: make_plan(model, hardware, job)) for _ in range(REPETITIONS))
 
 

@@ -67,7 +67,7 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
     small.write(output_dir / "plan", force=force)
     show_plan(small, output_dir / "plan")
     print("\n3. The launch line above, for real\n", flush=True)
-    losses = train(small, output_dir, options.steps)
+    losses = train_demo(small, output_dir, options.steps)
     if not losses[-1] < losses[0]:
         raise ShardwrightError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
     print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of ZeRO-2 on two ranks")
@@ -82,14 +82,14 @@ def plan_again(entry: Plan) -> Plan:
     return make_plan(entry.model, entry.hardware, entry.job)
 
 
-def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
+def train_demo(plan: Plan, output_dir: Path, steps: int) -> list[float]:
     """Run the plan's own launch line for some steps and return the losses.
 
     Raises:
         ShardwrightError: the launch fails or exceeds its time limit.
     """
     from ..plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
-    from ..plugins.launching.launch import at_free_port, python_arguments, run
+    from ..plugins.launching.launch import at_free_port, python_arguments, run_launch
 
     losses = output_dir / "losses.json"
     losses.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def train(plan: Plan, output_dir: Path, steps: int) -> list[float]:
     operators = needed_operators(offload_optimizer=False, nvme=False, optimizer=plan.job.optimizer)
     prepare_operators(operators, notify=print)
     command, port = at_free_port(command)
-    run(
+    run_launch(
         python_arguments(command),
         timeout_seconds=TIME_LIMIT_SECONDS,
         on_line=lambda line: print(line, flush=True),

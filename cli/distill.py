@@ -56,11 +56,11 @@ def distill_command(
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:
-        show_outcome(outcome, output_dir)
+        show_distillation(outcome, output_dir)
     return 0
 
 
-def show_outcome(outcome: Outcome, output_dir: Path) -> None:
+def show_distillation(outcome: Outcome, output_dir: Path) -> None:
     """Print the comparison of the student before and after with its teacher, and where everything lies."""
     from rich.table import Table
     from rich.text import Text

@@ -142,10 +142,10 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Comp
 
 def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan:
     from ..plugins.planning.from_names import plan
-    from ..plugins.planning.models import load_model
+    from ..plugins.planning.models import load_model_spec
 
     cluster = _hardware(settings)
-    teacher = load_model(settings.teacher).spec if settings.teacher else None
+    teacher = load_model_spec(settings.teacher).spec if settings.teacher else None
     job = job_from_settings(settings, teacher)
     measured: Literal["user"] | None = "user" if calibration else None
     return plan(model, cluster, job, revision=settings.revision, calibration=measured, notify=_note)

@@ -75,7 +75,7 @@ def qat_command(
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:
-        show_outcome(outcome, output_dir)
+        show_qat(outcome, output_dir)
     return 0
 
 
@@ -93,7 +93,7 @@ def _show_prepared(prepared: PreparedQAT, output_dir: Path, *, as_json: bool) ->
     show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
 
 
-def show_outcome(outcome: Outcome, output_dir: Path) -> None:
+def show_qat(outcome: Outcome, output_dir: Path) -> None:
     """Print what the model was worth before, rounded and trained, and how the checkpoint was proven."""
     from rich.table import Table
     from rich.text import Text

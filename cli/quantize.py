@@ -85,7 +85,7 @@ def quantize_command(
     if options.as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
     else:
-        show_outcome(outcome, output_dir)
+        show_quantization(outcome, output_dir)
     return 0
 
 
@@ -215,7 +215,7 @@ def _largest(terms: Any) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {gigabytes(size)}" for name, size in ranked)
 
 
-def show_outcome(outcome: Outcome, output_dir: Path) -> None:
+def show_quantization(outcome: Outcome, output_dir: Path) -> None:
     """Print what was verified and what it cost."""
     from rich.table import Table
     from rich.text import Text

@@ -61,7 +61,7 @@ def test_distillation_examples_run_with_few_steps(name, monkeypatch, capsys):
 @pytest.mark.distributed
 def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.launching.launch import run
+    from shardwright.plugins.launching.launch import run_launch
     from shardwright.plugins.planning.from_names import plan
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
@@ -73,5 +73,5 @@ def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
     command = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "plan" / "accelerate.yaml")]
     script = [str(ROOT / "examples" / "finetune_with_plan.py"), str(model), str(tmp_path / "plan")]
     assert os.access(script[0], os.R_OK)
-    shown = run([*command, *script], timeout_seconds=240)
+    shown = run_launch([*command, *script], timeout_seconds=240)
     assert "trained on 2 ranks" in shown

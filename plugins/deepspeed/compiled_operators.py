@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
-from ..launching.launch import LaunchFailedError, run
+from ..launching.launch import LaunchFailedError, run_launch
 
 # 1 to 3 minutes on a usual machine; a shared one with few cores may take five times as long.
 COMPILE_TIMEOUT_SECONDS = 900.0
@@ -80,7 +80,7 @@ def prepare_operators(operators: Sequence[str], *, notify: Callable[[str], None]
     if notify is not None:
         notify(f"compiling DeepSpeed's CPU operators ({', '.join(missing)}), once, 1-3 minutes")
     try:
-        run(["-c", _COMPILE, *(BUILDERS[name] for name in missing)], timeout_seconds=COMPILE_TIMEOUT_SECONDS)
+        run_launch(["-c", _COMPILE, *(BUILDERS[name] for name in missing)], timeout_seconds=COMPILE_TIMEOUT_SECONDS)
     except LaunchFailedError as error:
         raise ShardwrightError(f"DeepSpeed's operators {', '.join(missing)} do not compile: {error}") from None
     finally:

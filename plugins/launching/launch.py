@@ -109,7 +109,7 @@ def torchrun(
     """Run a script or ``-m module`` on CPU ranks and return what it printed."""
     port = free_port()
     command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(port), *arguments]
-    return run(python_arguments(command), timeout_seconds=timeout_seconds, environment=environment, port=port)
+    return run_launch(python_arguments(command), timeout_seconds=timeout_seconds, environment=environment, port=port)
 
 
 def accelerate_launch(
@@ -118,10 +118,12 @@ def accelerate_launch(
     """Run ``accelerate launch --config_file config_file -m module`` and return what it printed."""
     port = free_port()
     launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(port)]
-    return run(python_arguments([*launcher, "-m", module, *arguments]), timeout_seconds=timeout_seconds, port=port)
+    return run_launch(
+        python_arguments([*launcher, "-m", module, *arguments]), timeout_seconds=timeout_seconds, port=port
+    )
 
 
-def run(
+def run_launch(
     arguments: Sequence[str],
     *,
     timeout_seconds: float,

@@ -17,7 +17,7 @@ from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
-from .models import LoadedModel, load_model
+from .models import LoadedModel, load_model_spec
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 _LARGEST_NUMBER = 10**30
@@ -48,7 +48,7 @@ def plan(
     'zero2'
     """
     tell = notify or (lambda _: None)
-    loaded = load_model(model, revision=revision) if isinstance(model, str) else model
+    loaded = load_model_spec(model, revision=revision) if isinstance(model, str) else model
     cluster = read_hardware(hardware) if isinstance(hardware, str) else hardware
     wanted = job or TrainingJob()
     for note in loaded.notes:

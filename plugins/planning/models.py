@@ -21,7 +21,7 @@ class LoadedModel:
     """Remarks about the source, such as a quantized checkpoint."""
 
 
-def load_model(model: str, *, revision: str | None = None) -> LoadedModel:
+def load_model_spec(model: str, *, revision: str | None = None) -> LoadedModel:
     """Return the specification of a Hub id, local directory or `config.json`; torch loads only for rarer families.
 
     Raises:

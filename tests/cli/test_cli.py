@@ -17,7 +17,7 @@ from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning.models import load_model
+from shardwright.plugins.planning.models import load_model_spec
 
 MODELS = TESTS / "data" / "models"
 LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")
@@ -314,12 +314,12 @@ def test_writing_and_loading_a_plan_is_the_identity(
     tmp_path_factory: pytest.TempPathFactory, name: str, hardware: str, seq_len: int, method: Any, distil: bool
 ) -> None:
     directory = tmp_path_factory.mktemp("plan")
-    teacher = load_model(LLAMA).spec if distil else None
+    teacher = load_model_spec(LLAMA).spec if distil else None
     precision: Any = "fp32" if "CPU" in hardware else "bf16"
     job = TrainingJob(seq_len_tokens=seq_len, method=method, teacher=teacher, precision=precision)
     cluster = parse_hardware(hardware, host_memory="4TB")
     try:
-        plan = make_plan(load_model(str(MODELS / name)).spec, cluster, job, versions=(("shardwright", "0"),))
+        plan = make_plan(load_model_spec(str(MODELS / name)).spec, cluster, job, versions=(("shardwright", "0"),))
     except ShardwrightError:
         return
     plan.write(directory)

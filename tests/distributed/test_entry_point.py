@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from shardwright.plugins.launching.launch import run
+from shardwright.plugins.launching.launch import run_launch
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.models import check_seq_len
 from shardwright.trainers.data.text import pack
@@ -137,7 +137,7 @@ def test_qlora_trains_adapters_on_4_bit_weights(tiny_llama: Path, tmp_path: Path
         "--output-dir",
         str(tmp_path / "out"),
     ]
-    run([*command, *method, *files], timeout_seconds=120)
+    run_launch([*command, *method, *files], timeout_seconds=120)
     values = json.loads(losses.read_text())["losses"]
     assert values[-1] < values[0] - 0.05
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")

@@ -23,7 +23,7 @@ from shardwright.plugins.launching.elastic import RankFailure, first_cause
 from shardwright.plugins.launching.launch import (
     Launch,
     LaunchFailedError,
-    run,
+    run_launch,
     run_together,
     torchrun,
 )
@@ -43,7 +43,7 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     # The first warm process of a session waits for the server's imports.
-    run(["-c", ""], timeout_seconds=120)
+    run_launch(["-c", ""], timeout_seconds=120)
     started = time.monotonic()
     with pytest.raises(LaunchFailedError, match="stopped after 8 s"):
         torchrun([str(script), str(tmp_path)], timeout_seconds=8)
@@ -146,7 +146,7 @@ def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Pat
     launcher = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
     starter = (
         "import sys; from shardwright.plugins.launching import launch; "
-        "launch.run(['-c', sys.argv[1]], timeout_seconds=600)"
+        "launch.run_launch(['-c', sys.argv[1]], timeout_seconds=600)"
     )
     with subprocess.Popen([sys.executable, "-c", starter, launcher]) as process:
         while not (note.is_file() and note.read_text()):

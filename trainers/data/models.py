@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
-from ...plugins.launching.notes import note
+from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.peft.lora import four_bit_loading
 from ...plugins.transformers.training_arguments import byte_tokenizer
 
@@ -68,7 +68,7 @@ def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for
                     fix="convert them, or pass --random-weights",
                 )
             )
-        note(f"{place} has no weights: they are initialised at random")
+        note_on_first_rank(f"{place} has no weights: they are initialised at random")
         random_weights = True
     if random_weights and source.method == "qlora":
         raise UsageError(Fault(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
@@ -99,7 +99,7 @@ def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
     place = Path(source.tokenizer or source.model)
     found = any((place / name).is_file() for name in TOKENIZER_FILES)
     if source.tokenizer is None and place.exists() and not found:
-        note(f"{place} has no tokenizer: text is split into bytes")
+        note_on_first_rank(f"{place} has no tokenizer: text is split into bytes")
         return byte_tokenizer(vocab_size)
     revision = None if source.tokenizer else source.revision
     tokenizer = AutoTokenizer.from_pretrained(str(place), revision=revision, trust_remote_code=False)
@@ -123,4 +123,4 @@ def check_seq_len(seq_len: int, config: Any) -> None:
     if getattr(text, "rope_parameters", None) is None:
         rule = f"the model has {longest} learned positions"
         raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="lower it"))
-    note(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")
+    note_on_first_rank(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")

@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ...plugins.launching.notes import note
+from ...plugins.launching.notes import note_on_first_rank
 from ..losses.contrastive import feature_loss, gather_rows, interactive_loss, similarity_loss, task_loss
 from ..losses.head_forward import accepted_inputs, replaced_forward
 from ..losses.hidden_states import projectors
@@ -104,7 +104,7 @@ class CLIPDistillationTrainer(Trainer):
         self._sums: dict[str, torch.Tensor] = {}
         self._batches, self._checked = 0, False
         if self.args.gradient_accumulation_steps > 1:
-            note("gradient accumulation: negatives come from one micro-batch at a time, on all ranks")
+            note_on_first_rank("gradient accumulation: negatives come from one micro-batch at a time, on all ranks")
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

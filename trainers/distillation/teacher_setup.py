@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
-from ...plugins.launching.notes import note
+from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.output_heads import head_module, head_tensors
 from .config import DistillationConfig, Schedule
 from .self_teacher import MovingAverage, frozen_copy, without_adapter
@@ -272,7 +272,7 @@ def _warn_of_swapped_sizes(student: Any, teacher: Any) -> None:
         return
     own, taught_by = (sum(_elements(p) for p in model.parameters()) for model in (student, teacher_model))
     if own > taught_by:
-        note(f"the student has {own:,} parameters and the teacher {taught_by:,}: are they swapped?")
+        note_on_first_rank(f"the student has {own:,} parameters and the teacher {taught_by:,}: are they swapped?")
 
 
 def _elements(parameter: Any) -> int:

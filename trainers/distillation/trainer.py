@@ -10,7 +10,7 @@ from transformers import Trainer
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
-from ...plugins.launching.notes import note
+from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import trainer_faults
 from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
@@ -111,7 +111,9 @@ class DistillationTrainer(Trainer):
                 raise
             # Every rank finds the same in its first step, before any gradient.
             self._other_logits = True
-            note(f"{error.faults[0].where} {error.faults[0].rule}: the loss is computed from whole logits")
+            note_on_first_rank(
+                f"{error.faults[0].where} {error.faults[0].rule}: the loss is computed from whole logits"
+            )
         return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=False)
 
     def _uses_fused(self, return_outputs: bool) -> bool:

@@ -15,7 +15,7 @@ from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.engine import share_with_zero3
-from ...plugins.launching.notes import note
+from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import run_faults
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
 from .rounding.attach import attach
@@ -68,7 +68,7 @@ class QATCallback(TrainerCallback, ExportableState):
         scheme: str | QuantizationScheme = "W4A16",
         *,
         calibration: Iterable[Any] | str | Path | None = None,
-        notify: Callable[[str], None] = note,
+        notify: Callable[[str], None] = note_on_first_rank,
         **options: Any,
     ) -> None:
         found = scheme_named(scheme) if isinstance(scheme, str) else scheme

@@ -78,7 +78,7 @@ def check_files(directory: Path, plan: Plan) -> list[Check]:
     errors = [finding for finding in findings if finding.kind == "error"]
     world_size = [str(finding.fault) for finding in errors if _is_about_world_size(finding)]
     files = [str(finding.fault) for finding in errors if not _is_about_world_size(finding)]
-    files += argument_faults(arguments)
+    files += rehearsal_argument_faults(arguments)
     checks = [_verdict("files", files, f"{accelerate.name}, what it names, and {arguments.name}")]
     if not files and not world_size:
         world_size = world_size_faults(PlanFiles.read(directory), plan)
@@ -94,7 +94,7 @@ def _verdict(name: CheckName, faults: Sequence[str], detail: str) -> Check:
     return failed(name, "\n".join(faults), exit_code=CONFIG_FAULT) if faults else passed(name, detail)
 
 
-def argument_faults(file: Path) -> list[str]:
+def rehearsal_argument_faults(file: Path) -> list[str]:
     """Return what is wrong with a file of `TrainingArguments` keys."""
     from ...plugins.transformers.training_arguments import unknown_argument_faults
 

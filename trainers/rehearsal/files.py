@@ -109,13 +109,13 @@ def rehearsed_model(
     plan: Plan, config: Mapping[str, Any], strategy: Strategy, work: Path
 ) -> tuple[dict[str, Any], ModelSpec, tuple[Change, ...]]:
     """Shrink the model, write its `config.json` to the work directory, and return it with its specification."""
-    from ...plugins.planning.models import load_model
+    from ...plugins.planning.models import load_model_spec
 
     shrunken = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
     small, cpu_changes = cpu_model(shrunken.config)
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text(json.dumps(small, indent=1), encoding="utf-8")
-    return small, load_model(str(work / "model")).spec, (*shrunken.changes, *cpu_changes)
+    return small, load_model_spec(str(work / "model")).spec, (*shrunken.changes, *cpu_changes)
 
 
 def scale_plan(

@@ -170,10 +170,10 @@ def _rehearse(plan: Plan, settings: LaunchSettings) -> Rehearsal:
 
 
 def _model_config(plan: Plan) -> Mapping[str, Any]:
-    from ...plugins.planning.models import load_model
+    from ...plugins.planning.models import load_model_spec
 
     try:
-        return load_model(plan.model.name, revision=plan.model.revision).config
+        return load_model_spec(plan.model.name, revision=plan.model.revision).config
     except UsageError as error:
         fix = f"the plan's model {plan.model.name!r} must still be there; plan again from where it is now"
         raise UsageError([*error.faults, Fault(where="plan.json: model", rule=fix)]) from None
@@ -258,9 +258,9 @@ def _predicted(rehearsed: Rehearsed, work: Path) -> dict[str, PredictedPhase]:
     source = None
     if not activations_are_stored(rehearsed.model, rehearsed.job):
         from ...plugins.planning.from_names import TracedActivations
-        from ...plugins.planning.models import load_model
+        from ...plugins.planning.models import load_model_spec
 
-        source = TracedActivations(load_model(str(work / "model")), rehearsed.job)
+        source = TracedActivations(load_model_spec(str(work / "model")), rehearsed.job)
     phases = cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job, activations=source)
     found = {}
     for phase, terms in phases.items():

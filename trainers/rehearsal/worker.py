@@ -54,10 +54,10 @@ class RehearsalJob(RankJob):
 
 def rehearse_rank(job: RehearsalJob, work: Path) -> None:
     """Run one of the two launches on this rank."""
-    {"train": train, "resume": resume}[job.stage](job, work)
+    {"train": train_shrunken, "resume": resume}[job.stage](job, work)
 
 
-def train(job: RehearsalJob, work: Path) -> None:
+def train_shrunken(job: RehearsalJob, work: Path) -> None:
     """Train, let every rank compute the same batch, export the model, and write what was seen."""
     from ...plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
     from ...plugins.metering.byte_meter import start_meter

@@ -10,7 +10,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.planning.from_names import read_hardware
-from ...plugins.planning.models import LoadedModel, load_model
+from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.samples import Samples, load_samples
 from .settings import LaunchedSettings, is_without
 
@@ -54,7 +54,7 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
             raise UsageError(Fault(where="teacher", value=teacher, rule=rule, fix="give a trained model"))
         rule = "weights are read from safetensors only, other formats can run code"
         raise RefusedInputError(Fault(where="teacher", value=teacher, rule=rule, fix="convert them"))
-    return load_model(teacher, revision=revision)
+    return load_model_spec(teacher, revision=revision)
 
 
 def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:

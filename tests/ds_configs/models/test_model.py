@@ -14,7 +14,7 @@ from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_fro
 from shardwright.ds_configs.models.model_config import config_faults
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.model import ModelSpec, ParameterShape, lora_parameter_count
-from shardwright.plugins.planning.models import load_model
+from shardwright.plugins.planning.models import load_model_spec
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
 MODELS = TESTS / "data" / "models"
@@ -116,7 +116,7 @@ def assert_same(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC_COUNTS)
 def test_public_models_have_their_counts_without_the_meta_device(name: str) -> None:
-    spec = load_model(str(MODELS / name)).spec
+    spec = load_model_spec(str(MODELS / name)).spec
     assert spec.source == "config"
     assert spec.parameter_count == PUBLIC_COUNTS[name]
     assert sum(spec.group_counts().values()) == spec.parameter_count
@@ -282,7 +282,7 @@ def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Pat
     (tmp_path / "config.json").write_text(before)
     spec = model_spec_from_meta(config, name=str(tmp_path))
     assert json.dumps(config) == before
-    assert spec.parameters == load_model(str(tmp_path)).spec.parameters
+    assert spec.parameters == load_model_spec(str(tmp_path)).spec.parameters
     nested = {"model_type": "gemma3", "text_config": small("gemma3_text") | kernels}
     assert build_meta_model(nested, source="m").config.get_text_config()._attn_implementation != "someone/kernel"
     assert not marker.exists()

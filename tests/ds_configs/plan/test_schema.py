@@ -11,7 +11,7 @@ from paths import TESTS
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan, read_hardware
-from shardwright.plugins.planning.models import load_model
+from shardwright.plugins.planning.models import load_model_spec
 
 LLAMA = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
 KINDS: dict[str, Any] = {
@@ -69,7 +69,7 @@ def schema(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("schema", ["plan"], indirect=True)
 @pytest.mark.parametrize("hardware", ["8xA100-80GB", "2x8xH100-80GB"])
 def test_plans_follow_their_schema(schema: dict[str, Any], hardware: str) -> None:
-    for job in (TrainingJob(), TrainingJob(method="lora", teacher=load_model(LLAMA).spec)):
+    for job in (TrainingJob(), TrainingJob(method="lora", teacher=load_model_spec(LLAMA).spec)):
         data = json.loads(json.dumps(plan(LLAMA, hardware, job).to_dict()))
         assert violations(data, schema, schema) == []
     data["chosen"]["gpu_memory"]["peak_bytes"] = "much"

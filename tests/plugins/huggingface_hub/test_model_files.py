@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.huggingface_hub.hub import read_model_source
-from shardwright.plugins.planning.models import load_model
+from shardwright.plugins.planning.models import load_model_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,11 +45,11 @@ def directory(tmp_path: Path) -> Path:
 
 def test_a_whole_checkpoint_agrees_and_another_is_noted(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS))
-    loaded = load_model(str(directory))
+    loaded = load_model_spec(str(directory))
     assert (loaded.spec.parameter_count, loaded.notes) == (PARAMETERS, ())
     assert loaded.spec.name == str(directory)
     (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS // 2))
-    (note,) = load_model(str(directory)).notes
+    (note,) = load_model_spec(str(directory)).notes
     assert note == f"the checkpoint holds {PARAMETERS // 2:,} parameters, LlamaForCausalLM has {PARAMETERS:,}"
 
 
@@ -57,7 +57,7 @@ def test_a_quantized_checkpoint_is_noted_and_not_counted(directory: Path) -> Non
     quantized = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (directory / "config.json").write_text(json.dumps(quantized))
     (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS // 4))
-    (note,) = load_model(str(directory)).notes
+    (note,) = load_model_spec(str(directory)).notes
     assert "quantized (gptq)" in note
 
 
@@ -89,7 +89,7 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(directory: Path, tmp_pat
 def test_a_corrupt_checkpoint_is_refused(directory: Path, content: bytes) -> None:
     (directory / "model.safetensors").write_bytes(content)
     with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
-        load_model(str(directory))
+        load_model_spec(str(directory))
 
 
 @settings(max_examples=200, deadline=None)
@@ -101,7 +101,7 @@ def test_arbitrary_bytes_are_a_checkpoint_or_refused(
     (place / "config.json").write_text(json.dumps(CONFIG))
     (place / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content if framed else content)
     try:
-        load_model(str(place))
+        load_model_spec(str(place))
     except RefusedInputError as error:
         assert str(place) in str(error)
 
@@ -125,7 +125,7 @@ def test_an_index_that_points_elsewhere_is_refused(directory: Path, index: objec
     (directory.parent / "outside").write_bytes(safetensors(PARAMETERS))
     (directory / INDEX).write_text(json.dumps(index))
     with pytest.raises(RefusedInputError) as caught:
-        load_model(str(directory))
+        load_model_spec(str(directory))
     assert fault in str(caught.value) and INDEX in str(caught.value)
 
 
@@ -133,35 +133,35 @@ def test_an_index_that_is_no_json_is_refused(directory: Path) -> None:
     for text in ("", "[" * 100_000, "{"):
         (directory / INDEX).write_text(text)
         with pytest.raises(RefusedInputError, match="is not a safetensors index"):
-            load_model(str(directory))
+            load_model_spec(str(directory))
 
 
 def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
     (directory / "config.json").rename(directory / "adapter_config.json")
     with pytest.raises(UsageError, match=r"has no config.json; it holds an adapter: give the base model"):
-        load_model(str(directory))
+        load_model_spec(str(directory))
     (directory / "adapter_config.json").unlink()
     with pytest.raises(UsageError, match=r"has no config.json; give a model directory"):
-        load_model(str(directory))
+        load_model_spec(str(directory))
     (directory / "config.json").mkdir()
     with pytest.raises(UsageError, match=r"has no config.json"):
-        load_model(str(directory))
+        load_model_spec(str(directory))
     with pytest.raises(UsageError, match=r"has no config.json"):
-        load_model(str(directory / "config.json"))
+        load_model_spec(str(directory / "config.json"))
     os.mkfifo(directory / "pipe.json")
     with pytest.raises(UsageError, match=r"has no config.json"):
-        load_model(str(directory / "pipe.json"))
+        load_model_spec(str(directory / "pipe.json"))
 
 
 def test_a_huge_config_is_refused_without_being_read_whole(directory: Path) -> None:
     with (directory / "config.json").open("ab") as file:
         file.write(b" " * 5 * 2**20)
     with pytest.raises(RefusedInputError, match=r"a config.json has at most 4194304 bytes"):
-        load_model(str(directory))
+        load_model_spec(str(directory))
     with (directory / "config.json").open("r+b") as file:
         file.truncate(2**40)
     with pytest.raises(RefusedInputError, match=r"a config.json has at most 4194304 bytes"):
-        load_model(str(directory))
+        load_model_spec(str(directory))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
@@ -177,7 +177,7 @@ def test_an_unreadable_file_is_named(directory: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
     with pytest.raises(UsageError) as caught:
-        load_model(str(directory))
+        load_model_spec(str(directory))
     assert str(caught.value) == f"{directory / name}: cannot be read (Permission denied)"
 
 
@@ -187,7 +187,7 @@ def test_a_directory_that_may_not_be_searched_is_told(directory: Path, monkeypat
 
     monkeypatch.setattr(Path, "exists", refuse)
     with pytest.raises(UsageError, match=r"cannot be read \(Permission denied\)"):
-        load_model(str(directory))
+        load_model_spec(str(directory))
 
 
 @given(name=st.text(max_size=40))

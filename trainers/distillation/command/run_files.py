@@ -70,7 +70,7 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
     )
 
 
-def combination_faults(settings: DistillSettings) -> list[Fault]:
+def distill_settings_faults(settings: DistillSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
     faults = []
     cached = settings.teacher_placement == "cached"

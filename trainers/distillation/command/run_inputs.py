@@ -10,7 +10,7 @@ from typing import Any
 from ....ds_configs.specs.errors import Fault, UsageError, collecting
 from ....plugins.launching.notes import Notify
 from ....plugins.planning.from_names import plan as make_plan
-from ....plugins.planning.models import LoadedModel, load_model
+from ....plugins.planning.models import LoadedModel, load_model_spec
 from ...data.models import TOKENIZER_FILES, StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples
 from ...runs.inputs import (
@@ -23,7 +23,7 @@ from ...runs.inputs import (
 )
 from ...runs.run import PreparedTraining
 from ...runs.settings import is_without, run_output_faults
-from .run_files import TEACHER_TOKENIZER, DistillSettings, WorkerJob, combination_faults, distillation_config
+from .run_files import TEACHER_TOKENIZER, DistillSettings, WorkerJob, distill_settings_faults, distillation_config
 from .run_report import Outcome, RunResult, file_names, report_files
 
 
@@ -84,7 +84,7 @@ def prepare_distillation(
         PlanDoesNotFitError: no layout fits.
     """
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
-    faults = combination_faults(settings)
+    faults = distill_settings_faults(settings)
     if not dry_run:
         sources = {"the teacher": teacher, "the student": student}
         faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
@@ -95,7 +95,7 @@ def prepare_distillation(
         hardware = chosen_hardware(settings)
         faults += [] if dry_run else launch_faults(hardware)
     with collecting(faults):
-        loaded_student = load_model(student, revision=settings.revision)
+        loaded_student = load_model_spec(student, revision=settings.revision)
     with collecting(faults):
         loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
     if loaded_student is not None and loaded_teacher is not None:

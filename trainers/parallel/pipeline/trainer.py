@@ -28,7 +28,7 @@ from ....plugins.deepspeed_pipeline.engine import (
     written_global_batch,
 )
 from ....plugins.deepspeed_pipeline.module import build_pipeline_module
-from ....plugins.launching.notes import note
+from ....plugins.launching.notes import note_on_first_rank
 from ....plugins.transformers.run_settings import run_faults
 from ....plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
 from .checks import check_pipeline, configuration_in_use, engine_faults, global_batch_faults, length_faults
@@ -173,7 +173,7 @@ class PipelineTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Give all micro-batches of a step one shape before any stage sees the first."""
         if self._step_batches and not self._told_of_dropped_batches:
-            note(
+            note_on_first_rank(
                 f"{len(self._step_batches)} micro-batches at the end of the data, fewer than "
                 f"gradient_accumulation_steps = {self.args.gradient_accumulation_steps}, are not trained on, as always "
                 "with data of unknown length"

@@ -15,7 +15,7 @@ from ....plugins.launching.notes import Notify
 from ....plugins.llm_compressor.loading import QuantizationSource, open_source
 from ....plugins.peft.lora import add_lora
 from ....plugins.planning.from_names import plan as make_plan
-from ....plugins.planning.models import load_model
+from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples
@@ -37,10 +37,10 @@ from .request import (
     QATJob,
     QATSettings,
     calibration_faults,
-    combination_faults,
-    distillation_config,
     optimizer_steps,
     qat_config,
+    qat_settings_faults,
+    teacher_distance_config,
     teacher_of,
 )
 from .run_report import Outcome, RunResult, file_names, report_files
@@ -122,7 +122,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         PlanDoesNotFitError: no layout fits.
     """
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
-    faults = combination_faults(settings)
+    faults = qat_settings_faults(settings)
     if not dry_run:
         faults += run_output_faults(output_dir, force=force, resume=resume, sources=_sources(settings, model))
     hardware = source = config = attachment = words = samples = teacher = None
@@ -130,7 +130,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         config = qat_config(settings)
         faults += calibration_faults(settings, config)
     with collecting(faults):
-        distillation_config(settings, None)
+        teacher_distance_config(settings, None)
     with collecting(faults):
         hardware = chosen_hardware(settings)
         faults += [] if dry_run else launch_faults(hardware)
@@ -157,7 +157,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         notify(remark)
     named = teacher_of(settings, model)
     job = training_job(settings, hardware, **(teacher or {}))
-    plan = make_plan(load_model(model, revision=settings.revision), hardware, job, notify=notify)
+    plan = make_plan(load_model_spec(model, revision=settings.revision), hardware, job, notify=notify)
     _check_plan(plan, settings, attachment, samples)
     return PreparedQAT(
         settings=settings,

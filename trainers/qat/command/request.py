@@ -129,7 +129,7 @@ def callback_options(config: QATConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in QATConfig.__dataclass_fields__}
 
 
-def distillation_config(settings: QATSettings, vocab_size: int | None) -> DistillationConfig:
+def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> DistillationConfig:
     """Return how the distance to a teacher is measured.
 
     Raises:
@@ -146,7 +146,7 @@ def distillation_config(settings: QATSettings, vocab_size: int | None) -> Distil
     )
 
 
-def combination_faults(settings: QATSettings) -> list[Fault]:
+def qat_settings_faults(settings: QATSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
     faults = dataset_faults(settings) + adapter_faults(settings)
     given = settings.model_fields_set

@@ -21,7 +21,7 @@ from ...runs.ranks import (
 )
 from ...runs.settings import TOKENIZER
 from ..held_out import DENSE, ROUNDED, held_out_cross_entropy, starting_point, starting_point_callback
-from .request import RANGES_FILE, QATJob, callback_options, distillation_config, qat_config
+from .request import RANGES_FILE, QATJob, callback_options, qat_config, teacher_distance_config
 
 _PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
 
@@ -75,7 +75,7 @@ def _trainer(
     return DistillationTrainer(
         teacher=placed_teacher(job.teacher, job.teacher_revision, job, arguments, engine),
         teacher_placement=job.placement,
-        distillation=distillation_config(job.settings, job.vocab_size),
+        distillation=teacher_distance_config(job.settings, job.vocab_size),
         **common,
     )
 

@@ -26,10 +26,10 @@ from shardwright.trainers.qat.command.request import (
     QATJob,
     QATSettings,
     calibration_faults,
-    combination_faults,
     is_own_teacher,
     optimizer_steps,
     qat_config,
+    qat_settings_faults,
     teacher_of,
 )
 from shardwright.trainers.qat.command.run_report import (
@@ -146,7 +146,7 @@ def test_bad_input_is_told_before_launch_and_writes_nothing(
     [
         ("tied", ("--ignore", "re:.*q_proj"), 2, "targets = 'lm_head': shares its weight with the token embedding"),
         ("narrow", (), 2, "does not divide those of model.layers.0.self_attn.q_proj (48)"),
-        ("conv1d", (), 2, "leaves no layer to quantize"),
+        ("conv1d", (), 2, "keeps 8 matrices in Conv1D"),
         ("unsafe", (), 4, "such files can run code"),
         ("quantized", (), 4, "is quantized already (compressed-tensors)"),
     ],
@@ -286,7 +286,7 @@ def test_numbers_that_are_asked_for() -> None:
     with pytest.raises(UsageError) as caught:
         qat_config(QATSettings(bit_schedule="x", group_size=0))
     assert {fault.where for fault in caught.value.faults} == {"bit_schedule", "group_size"}
-    assert not combination_faults(QATSettings(dataset="x", teacher="self", alpha=0.5))
+    assert not qat_settings_faults(QATSettings(dataset="x", teacher="self", alpha=0.5))
 
 
 def job_of(settings: QATSettings) -> QATJob:
@@ -336,7 +336,7 @@ def test_the_model_under_another_spelling_is_itself_at_the_same_revision_only() 
     ],
 )
 def test_settings_of_adapters_need_adapters(settings: dict[str, Any], where: list[str]) -> None:
-    assert [fault.where for fault in combination_faults(QATSettings(dataset="x", **settings))] == where
+    assert [fault.where for fault in qat_settings_faults(QATSettings(dataset="x", **settings))] == where
 
 
 @pytest.mark.parametrize(
