@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.launching.launch import torchrun
+from shardwright.plugins.launching.launch import free_port, python_arguments, run_launch
 from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
@@ -176,7 +176,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "rows.json"
-        torchrun([str(Path(__file__)), "--worker", str(output)], ranks=STAGES, timeout_seconds=600)
+        port = free_port()
+        command = ["torchrun", "--nproc-per-node", str(STAGES), "--master-port", str(port), str(Path(__file__))]
+        run_launch(python_arguments([*command, "--worker", str(output)]), timeout_seconds=600, port=port)
         rows = json.loads(output.read_text())
     print("passes     micro-batches  predicted  first stage  last stage")
     for row in rows:

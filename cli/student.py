@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -41,17 +39,16 @@ def student_command(
     teacher
         Hub id or local model directory with safetensors weights.
     """
-    from ..trainers.distillation.student.maker import StudentReport, make_student, plan_student
+    from ..trainers.distillation.student.run import student
 
-    output_dir, force = options.output_dir, options.force
-    with redirect_stdout(sys.stderr):
-        plan = plan_student(teacher, request, revision=options.revision, output_dir=output_dir, force=force)
-        if options.dry_run or output_dir is None:
-            report = StudentReport(plan=plan, output_dir=None)
-        else:
-            report = make_student(plan, teacher, output_dir, force=force)
+    how = {name: getattr(options, name) for name in ("output_dir", "revision", "dry_run", "force")}
+    report = student(teacher, **how, **request.model_dump())
     if options.as_json:
-        print(json.dumps(report.to_dict() | {"output_dir": None if report.output_dir is None else str(output_dir)}))
+        print(
+            json.dumps(
+                report.to_dict() | {"output_dir": None if report.output_dir is None else str(options.output_dir)}
+            )
+        )
     else:
         show_student(report)
     return 0

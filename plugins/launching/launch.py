@@ -99,30 +99,6 @@ def at_free_port(command: Sequence[str]) -> tuple[list[str], int | None]:
     return [*command[:2], "--main_process_port", str(port), *command[2:]], port
 
 
-def torchrun(
-    arguments: Sequence[str],
-    *,
-    ranks: int = 2,
-    timeout_seconds: float = 240.0,
-    environment: Mapping[str, str] | None = None,
-) -> str:
-    """Run a script or ``-m module`` on CPU ranks and return what it printed."""
-    port = free_port()
-    command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(port), *arguments]
-    return run_launch(python_arguments(command), timeout_seconds=timeout_seconds, environment=environment, port=port)
-
-
-def accelerate_launch(
-    config_file: Path, module: str, arguments: Sequence[str], *, timeout_seconds: float = 240.0
-) -> str:
-    """Run ``accelerate launch --config_file config_file -m module`` and return what it printed."""
-    port = free_port()
-    launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(port)]
-    return run_launch(
-        python_arguments([*launcher, "-m", module, *arguments]), timeout_seconds=timeout_seconds, port=port
-    )
-
-
 def run_launch(
     arguments: Sequence[str],
     *,

@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 from cases import RANKS, SEQ_LEN, STEPS, Case, deepspeed_configuration
+from launches import accelerate_launch, torchrun
 from safetensors.torch import load_file
-from shardwright.plugins.launching.launch import LaunchFailedError, accelerate_launch, torchrun
+from shardwright.plugins.launching.launch import LaunchFailedError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from launches import torchrun
 from shardwright.plugins.deepspeed.compiled_operators import (
     StaleLockError,
     break_abandoned_locks,
@@ -25,7 +26,6 @@ from shardwright.plugins.launching.launch import (
     LaunchFailedError,
     run_launch,
     run_together,
-    torchrun,
 )
 
 

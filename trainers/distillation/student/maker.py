@@ -222,7 +222,7 @@ def student_card(report: StudentReport, teacher: str, directory: Path) -> str:
     """Return the student's `README.md`, with the metadata that the Hub reads; `directory` holds its other files."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    plan, request = report.plan, asdict(report.plan.request)
+    plan, request = report.plan, report.plan.request.model_dump()
     left_out = {"importance", "text"} | ({"prune", "granularity"} if request["sparsity"] is None else set())
     cuts = [(name.replace("_", " "), value) for name, value in request.items() if value is not None]
     cuts = [(name, value) for name, value in cuts if name not in left_out]

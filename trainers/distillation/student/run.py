@@ -17,6 +17,7 @@ def student(
     output_dir: str | Path | None = None,
     *,
     revision: str | None = None,
+    dry_run: bool = False,
     force: bool = False,
     **request: Any,
 ) -> StudentReport:
@@ -26,8 +27,9 @@ def student(
 
     Args:
         teacher: Hub id or directory with safetensors weights.
-        output_dir: Where the student goes; `None` checks the request and computes sizes, and reads no weights.
+        output_dir: Where the student goes; `None` is a dry run.
         revision: Branch, tag or commit of a Hub teacher.
+        dry_run: Check everything and compute sizes; no weights are read.
         force: Replace the model in a directory that is not empty.
         request: Fields of `StudentRequest`, which are the flags of `shardwright student`.
 
@@ -42,6 +44,6 @@ def student(
     asked = settings_of(StudentRequest, request)
     with redirect_stdout(sys.stderr):
         plan = plan_student(teacher, asked, revision=revision, output_dir=place, force=force)
-        if place is None:
+        if dry_run or place is None:
             return StudentReport(plan=plan, output_dir=None)
         return make_student(plan, teacher, place, force=force)
