@@ -25,6 +25,7 @@ PREFIX = "SHARDWRIGHT_"
 NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR", "SHARDWRIGHT_LAUNCH_TOKEN"})
 """Variables that no command's prefix begins."""
 
+_HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective")
 Kind = TypeVar("Kind", bound=type)
 Options = Parameter(name="*")
 """Marks a parameter whose fields are options of the command."""
@@ -267,4 +268,6 @@ def grouped(kind: Kind) -> Kind:
 
 @cache
 def _heading(name: str) -> Group:
-    return Group.create_ordered(name)
+    """Return the group of a heading; in the order of `_HEADINGS`, a command's own one after them, output last."""
+    place = _HEADINGS.index(name) if name in _HEADINGS else len(_HEADINGS)
+    return Group(name, sort_key=place + (name == "Output"))
