@@ -47,7 +47,7 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
             Fault(where=source, value=len(text), rule=f"a config.json has at most {LARGEST_CONFIG_BYTES} bytes")
         )
     try:
-        config = json.loads(text)
+        config = json.loads(text, parse_constant=_number)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise RefusedInputError(
             Fault(where=source, rule=f"is not valid JSON ({error})", fix="give the config.json of a model")
@@ -58,6 +58,13 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
     if faults:
         raise RefusedInputError(faults)
     return config
+
+
+def _number(text: str) -> float:
+    """Return a constant that JSON does not have: infinity bounds the time steps of Mamba-2, NaN means nothing."""
+    if text == "NaN":
+        raise ValueError("a number is NaN")
+    return float(text)
 
 
 def config_faults(config: Mapping[str, Any], *, source: str) -> list[Fault]:
@@ -84,6 +91,23 @@ def config_faults(config: Mapping[str, Any], *, source: str) -> list[Fault]:
         if nested.endswith("_config") and isinstance(value, dict) and nested != "quantization_config":
             faults += _size_faults(value, {}, f"{source}: {nested}", one_per_layer=True)
             faults += _divisibility_faults(value, {}, f"{source}: {nested}")
+    return faults
+
+
+def code_faults(config: Mapping[str, Any], source: str) -> list[Fault]:
+    """Return the fields that would load a kernel of the Hub, which is code: transformers 5.17.0 asks for no consent.
+
+    Loading a model runs it; planning builds the model without these fields.
+    """
+    rule, fix = "names a kernel of the Hub, which would run its code", "remove it, or name sdpa or eager"
+    faults = []
+    for name, value in config.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            faults += code_faults(value, f"{source}: {name}")
+        elif name.removesuffix("_internal").endswith(("attn_implementation", "experts_implementation")):
+            named = value.values() if isinstance(value, dict) else [value]
+            if any("/" in str(each) for each in named):
+                faults.append(Fault(where=f"{source}: {name}", value=value, rule=rule, fix=fix))
     return faults
 
 

@@ -16,6 +16,7 @@ from ..huggingface_hub.hub import ModelSource, read_model_source
 from ..safetensors.reading import checkpoint_files, read_checkpoint
 from ..transformers.finite_weights import nonfinite_weights
 from ..transformers.meta_model import build_meta_model, model_spec_from_meta
+from ..transformers.sound_model import check_config, loading_faults
 from .experts import expert_layers, router_patterns
 from .fixes import kept_conversion_mappings, torchvision_is_not_needed
 
@@ -185,6 +186,7 @@ def load_for_quantization(source: QuantizationSource, *, device: str) -> Any:
 
     named: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
     where, found = str(source.directory), {}
+    check_config(where)
     try:
         if any(layer.is_expert for layer in source.layers):
             model = _load_with_linear_experts(AutoModelForCausalLM, where, named)
@@ -193,14 +195,7 @@ def load_for_quantization(source: QuantizationSource, *, device: str) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         text = " ".join(str(error).split())[:300]
         raise ShardwrightError(f"{source.name}: cannot be loaded ({type(error).__name__}: {text})") from None
-    faults = [
-        Fault(where=source.name, value=sorted(map(str, found[key]))[:3], rule=f"{len(found[key])} tensors {rule}")
-        for key, rule in (
-            ("missing_keys", "are not in the checkpoint, so that they would be random"),
-            ("mismatched_keys", "have another shape in the checkpoint"),
-        )
-        if found.get(key)
-    ]
+    faults = loading_faults(found, source.name)
     faults += [
         Fault(where=source.name, value=name, rule="holds NaN or infinity", fix="train it again, or fetch a sound copy")
         for name in nonfinite_weights(model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from .output_heads import OutputHead, head_module, output_head, shaped_head
+from .sound_model import load_causal_lm
 from .whole_loading import weights_on_every_rank
 
 if TYPE_CHECKING:
@@ -101,9 +102,8 @@ def load_teacher(
 
     Raises:
         UsageError: the placement has no weights to load.
+        RefusedInputError: the teacher's files are not sound; `load_causal_lm` says when.
     """
-    from transformers import AutoModelForCausalLM
-
     if placement == "cached":
         raise UsageError(
             Fault(where="teacher_placement", value="cached", rule="reads a cache, there is nothing to load")
@@ -112,7 +112,7 @@ def load_teacher(
         placement in ("sharded", "offloaded") and engine != "fsdp2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
     )
     with weights_on_every_rank(), _partitioning(sharded=partitioned, offloaded=placement == "offloaded", dtype=dtype):
-        teacher = AutoModelForCausalLM.from_pretrained(
+        teacher = load_causal_lm(
             name,
             revision=revision,
             config=config,
@@ -120,8 +120,6 @@ def load_teacher(
             quantization_config=_four_bit(dtype) if placement == "quantized" else None,
             device_map={"": _own_device()} if placement == "quantized" else None,
             attn_implementation=attn_implementation,
-            use_safetensors=True,
-            trust_remote_code=False,
         )
     teacher.requires_grad_(False)
     return teacher.eval()

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...plugins.huggingface_hub.hub import read_model_source
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.peft.lora import four_bit_loading
+from ...plugins.transformers.sound_model import (
+    check_config,
+    check_weights,
+    load_causal_lm,
+    refuse_code,
+    refused_by_name,
+)
 from ...plugins.transformers.training_arguments import byte_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -35,10 +43,19 @@ class StartingModel:
 
 
 def load_config(source: StartingModel) -> Any:
-    """Read the model configuration; code that a repository ships is never run."""
+    """Read the model configuration; code that a repository ships is never run.
+
+    Raises:
+        RefusedInputError: it is damaged, absurd or names code.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(source.model, revision=source.revision, trust_remote_code=False)
+    if Path(source.model).exists():
+        check_config(source.model)
+    else:
+        refuse_code(read_model_source(source.model, revision=source.revision).config, source.model)
+    with refused_by_name(source.model):
+        return AutoConfig.from_pretrained(source.model, revision=source.revision, trust_remote_code=False)
 
 
 def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for_stages: bool = False) -> Any:
@@ -76,15 +93,17 @@ def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for
         with torch.device("meta") if for_stages else nullcontext():
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if for_stages and source.method == "full":
+        if place.is_dir():
+            check_weights(place)
         return source.model
-    return AutoModelForCausalLM.from_pretrained(
+    return load_causal_lm(
         source.model,
+        # Weights of the training are looked at when it begins, where --allow-nonfinite is known.
+        allow_nonfinite=True,
         revision=source.revision,
         config=config,
         dtype=dtype,
         quantization_config=four_bit_loading(dtype) if source.method == "qlora" else None,
-        use_safetensors=True,
-        trust_remote_code=False,
     )
 
 

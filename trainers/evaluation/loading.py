@@ -9,6 +9,7 @@ from typing import Any
 from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
+from ...plugins.transformers.sound_model import loading_faults, refuse_code
 from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
 from ..formats.spqr_format import QUANT_METHOD
 
@@ -78,6 +79,7 @@ def read_subject(where: str, role: str, *, revision: str | None) -> Subject:
             for fault in error.faults
         ]
         raise type(error)(renamed) from None
+    refuse_code(source.config, role)
     _check_weights(source, role)
     place = where if source.revision is None else source.name
     try:
@@ -208,14 +210,7 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
         # A format's own library raises whatever it likes.
         rule = f"cannot be loaded ({type(error).__name__}: {_one_line(error)})"
         raise ShardwrightError(f"{subject.role} = {subject.source.name!r}: {rule}") from None
-    faults = [
-        Fault(where=subject.name, value=sorted(map(str, found[key]))[:3], rule=f"{len(found[key])} tensors {rule}")
-        for key, rule in (
-            ("missing_keys", "are not in the checkpoint, so that they would be random"),
-            ("mismatched_keys", "have another shape in the checkpoint"),
-        )
-        if found.get(key)
-    ]
+    faults = loading_faults(found, subject.name)
     if faults:
         raise RefusedInputError(faults)
     return model

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.huggingface_hub.hub import ModelSource
+from ....plugins.transformers.sound_model import check_config, refused_by_name
 from ...data.models import StartingModel, load_tokenizer
 from ...data.text import pack, read_documents
 
@@ -34,7 +35,12 @@ def teacher_with_batches(
     architecture = (source.config.get("architectures") or ["AutoModel"])[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loader = getattr(transformers, architecture)
-    model = loader.from_pretrained(str(directory), trust_remote_code=False, dtype="auto").to(device).eval()
+    check_config(str(directory))
+    with refused_by_name(str(directory)):
+        model = loader.from_pretrained(str(directory), trust_remote_code=False, use_safetensors=True, dtype="auto").to(
+            device
+        )
+    model.eval()
     config = model.config
     positions = getattr(config, "max_position_embeddings", None) or LONGEST_SAMPLE_TOKENS
     tokenizer = load_tokenizer(StartingModel(model=str(directory)), config.vocab_size)

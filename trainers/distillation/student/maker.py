@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.write import output_faults, write_files
-from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ....ds_configs.specs.units import human_count
 from ....plugins.huggingface_hub.cards import CARD_FILE
 from ....plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
+from ....plugins.transformers.finite_weights import is_finite
 from ....plugins.transformers.meta_model import build_meta_model
+from ....plugins.transformers.sound_model import check_weights, missing_tensors
 from ...formats.model_directory import copy_companions
 from ...runs.report import card_text
 from .families import WIDTH_FAMILIES, WidthFamily, teacher_widths, width_changes
@@ -198,13 +200,14 @@ def make_student(
 
     Raises:
         UsageError: the directory holds something, or the checkpoint holds tensors that the family does not have.
-        RefusedInputError: the teacher's weights are missing or damaged.
+        RefusedInputError: the teacher's weights are missing, damaged or not finite.
     """
     faults = output_faults(output_dir, force=force, sources={"the teacher": teacher})
     if faults:
         raise UsageError(faults)
     directory = teacher_directory(plan.source, teacher)
     tensors = read_checkpoint(directory)
+    _check_teacher(plan, directory, tensors)
     cutter = None if plan.family is None else _width_cutter(plan, directory, tensors, scores)
     report = StudentReport(plan=plan, output_dir=output_dir)
     with student_writer(output_dir) as writer:
@@ -242,6 +245,19 @@ def student_card(report: StudentReport, teacher: str, directory: Path) -> str:
         adapter=None,
         task="text-generation" if is_causal else None,
     )
+
+
+def _check_teacher(plan: StudentPlan, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse a teacher of which a part is missing: Transformers would make it up when it loads the student.
+
+    Raises:
+        RefusedInputError: names three of the tensors.
+    """
+    check_weights(directory)
+    model = build_meta_model(plan.source.config, source=plan.source.name)
+    if missing := missing_tensors(tensors, model, base_prefix=plan.base_prefix):
+        rule = f"{len(missing)} tensors are not in the checkpoint"
+        raise RefusedInputError(Fault(where="teacher", value=missing[:3], rule=rule, fix="fetch it again"))
 
 
 def _width_cutter(
@@ -284,6 +300,9 @@ def _add(
     new_name = name if plan.stack is None else plan.stack.renamed(name, plan.kept_layers)
     if new_name is None:
         return
+    if not is_finite(tensor):
+        rule, fix = "holds NaN or infinity", "fetch a sound copy, or train it again"
+        raise RefusedInputError(Fault(where="teacher", value=name, rule=rule, fix=fix))
     if cutter is not None:
         tensor = cutter.cut(name, tensor)
     output_axis = plan.matrices.get(new_name.removeprefix(plan.base_prefix))

@@ -1,0 +1,55 @@
+"""Every broken model is refused by the one loader, with an error that names what is wrong; a sound one is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from faults.broken_models import BROKEN, broken_copy
+from shardwright.ds_configs.specs.errors import FaultsError
+from shardwright.plugins.transformers.sound_model import load_causal_lm, missing_tensors
+from small_models import llama
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sound")
+    llama(hidden_size=32, vocab_size=260, tie_word_embeddings=False).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_broken_model_is_refused_by_name(name: str, sound: Path, tmp_path: Path) -> None:
+    directory = broken_copy(sound, name, tmp_path)
+    with pytest.raises(FaultsError) as refused:
+        load_causal_lm(str(directory), dtype="float32")
+    assert refused.value.exit_code == 4
+    assert not (directory / "ran").exists()
+
+
+def test_a_sound_one_loads(sound: Path) -> None:
+    assert load_causal_lm(str(sound), dtype="float32").config.vocab_size == 260
+
+
+def test_unused_tensors_are_named(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from faults.broken_models import _save, _tensors
+
+    directory = broken_copy(sound, "missing_head", tmp_path)
+    _save({**_tensors(sound), "model.layers.0.extra.weight": torch.zeros(2)}, directory)
+    load_causal_lm(str(directory), dtype="float32")
+    assert (
+        "1 tensors of the checkpoint have no place in the model: model.layers.0.extra.weight" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_missing_tensors_are_told_from_headers_alone(tied: bool) -> None:
+    with torch.device("meta"):
+        model = llama(hidden_size=32, vocab_size=260, tie_word_embeddings=tied)
+    stored = dict.fromkeys(name for name, _ in model.named_parameters() if name != "lm_head.weight")
+    assert missing_tensors(stored, model) == ([] if tied else ["lm_head.weight"])
+    without_prefix = {name.removeprefix("model."): None for name in stored} | {"lm_head.weight": None}
+    assert missing_tensors(without_prefix, model, base_prefix="model.") == []
+    del stored["model.norm.weight"]
+    assert "model.norm.weight" in missing_tensors(stored, model)
