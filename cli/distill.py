@@ -15,7 +15,7 @@ from .settings import FILLED, Options, grouped
 from .training_shown import show_dry_run
 
 if TYPE_CHECKING:
-    from ..trainers.distillation.command.run_report import Outcome
+    from ..trainers.distillation.command.run_report import DistillationOutcome
 
 
 grouped(DistillSettings)
@@ -60,7 +60,7 @@ def distill_command(
     return 0
 
 
-def show_distillation(outcome: Outcome, output_dir: Path) -> None:
+def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
     """Print the comparison of the student before and after with its teacher, and where everything lies."""
     from rich.table import Table
     from rich.text import Text

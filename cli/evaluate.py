@@ -72,7 +72,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
     """
     from ..ds_configs.plan.write import output_faults, write_files
     from ..trainers.evaluation.evaluate import evaluate_model
-    from ..trainers.evaluation.report import report_files
+    from ..trainers.evaluation.report import evaluation_files
     from ..trainers.evaluation.text_windows import TextRequest
 
     output_dir, force = options.output_dir, options.force
@@ -106,7 +106,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
             on_progress=on_progress,
         )
         if output_dir is not None:
-            write_files(report_files(evaluation), output_dir, force=force)
+            write_files(evaluation_files(evaluation), output_dir, force=force)
     if options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))

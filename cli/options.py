@@ -64,5 +64,5 @@ class TrainingOptions(FormatOptions):
 
     @property
     def how(self) -> dict[str, bool]:
-        """What decides how a run begins."""
+        """Settings that decide how a run begins."""
         return {"dry_run": self.dry_run, "force": self.force, "resume": self.resume}

@@ -20,7 +20,7 @@ from .training_shown import show_dry_run
 
 if TYPE_CHECKING:
     from ..trainers.qat.command.inputs import PreparedQAT
-    from ..trainers.qat.command.run_report import Outcome
+    from ..trainers.qat.command.run_report import QATOutcome
 
 
 grouped(QATSettings)
@@ -93,7 +93,7 @@ def _show_prepared(prepared: PreparedQAT, output_dir: Path, *, as_json: bool) ->
     show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
 
 
-def show_qat(outcome: Outcome, output_dir: Path) -> None:
+def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     """Print what the model was worth before, rounded and trained, and how the checkpoint was proven."""
     from rich.table import Table
     from rich.text import Text

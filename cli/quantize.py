@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..plugins.launching.notes import OnProgress
     from ..plugins.transformers.quantized_model import LayerProgress, ReportProgress
     from ..trainers.quantization.inputs import Prepared
-    from ..trainers.quantization.report import Outcome
+    from ..trainers.quantization.report import QuantizationOutcome
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -89,7 +89,7 @@ def quantize_command(
     return 0
 
 
-def _run(prepared: Prepared, output_dir: Path, **how: Any) -> Outcome:
+def _run(prepared: Prepared, output_dir: Path, **how: Any) -> QuantizationOutcome:
     from ..trainers.quantization.journal import journal_directory
     from ..trainers.quantization.run import run_prepared
     from .evaluate import stages_on_stderr
@@ -215,14 +215,14 @@ def _largest(terms: Any) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {gigabytes(size)}" for name, size in ranked)
 
 
-def show_quantization(outcome: Outcome, output_dir: Path) -> None:
+def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
     """Print what was verified and what it cost."""
     from rich.table import Table
     from rich.text import Text
 
     from ..ds_configs.plan.measurement import printable
     from ..trainers.evaluation.report import rows, verdict
-    from ..trainers.quantization.report import file_names
+    from ..trainers.quantization.report import quantization_file_names
     from .show import console
 
     out, evaluation = console(), outcome.evaluation
@@ -240,5 +240,5 @@ def show_quantization(outcome: Outcome, output_dir: Path) -> None:
         out.print(table)
         out.print()
         out.print(Text(verdict(evaluation)))
-    names = ", ".join(file_names(evaluated=evaluation is not None))
+    names = ", ".join(quantization_file_names(evaluated=evaluation is not None))
     out.print(Text(f"Checkpoint in {printable(str(output_dir))}, with {names}"))

@@ -1,4 +1,4 @@
-"""What the commands that launch a training show of a dry run."""
+"""Output of a dry run, for the commands that launch a training."""
 
 from __future__ import annotations
 

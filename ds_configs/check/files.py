@@ -21,7 +21,7 @@ _NAMED_FILE = "deepspeed_config.deepspeed_config_file"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedFiles:
-    """What is wrong with configuration files."""
+    """Findings about configuration files."""
 
     findings: tuple[Finding, ...]
     """Errors and warnings, by file."""

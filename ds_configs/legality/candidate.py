@@ -1,4 +1,4 @@
-"""What legality is judged on, and the arithmetic that rules share."""
+"""`Candidate`, on which legality is judged, and the arithmetic that rules share."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def columns_of(strategy: Strategy) -> tuple[str, ...]:
     return (*found, *(axis for axis in ("sp", "cp", "tp", "pp", "ep") if axis in strategy.axes))
 
 
-def combination_faults(settings: Iterable[str], columns: Iterable[str]) -> list[Fault]:
+def incompatibility_faults(settings: Iterable[str], columns: Iterable[str]) -> list[Fault]:
     """Return a fault for each pair of settings and columns that is not proven.
 
     Args:

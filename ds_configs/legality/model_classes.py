@@ -1,4 +1,4 @@
-"""Which classes of models can be quantized, after training or in it: decided by what a class is made of."""
+"""Classes of models that can be quantized, after training or in it: decided by what a class is made of."""
 
 from __future__ import annotations
 

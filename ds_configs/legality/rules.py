@@ -1,4 +1,4 @@
-"""What combines with what: each rule returns the violated equation and the nearest legal values, or nothing."""
+"""Rules of what combines with what: each returns the violated equation and the nearest legal values, or nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..specs.errors import Fault
 from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS
 from ..specs.model import targeted_linears
 from .candidate import Candidate, Rule, one_of
-from .combinations import columns_of, combination_faults
+from .combinations import columns_of, incompatibility_faults
 from .parallel_rules import AXIS_RULES, PARALLEL_RULES
 
 
@@ -245,7 +245,7 @@ def settings_are_proven(candidate: Candidate) -> list[Fault]:
         "gradient_checkpointing": strategy.gradient_checkpointing,
         "distillation": job.teacher is not None,
     }
-    return combination_faults(
+    return incompatibility_faults(
         (job.optimizer, *(name for name, is_set in stated.items() if is_set)), columns_of(strategy)
     )
 

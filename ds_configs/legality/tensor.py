@@ -1,4 +1,4 @@
-"""What tensor parallelism needs of a model, a layout and a node: DeepSpeed AutoTP with ZeRO 0 to 2, dense models.
+"""Rules of tensor parallelism for a model, a layout and a node: DeepSpeed AutoTP with ZeRO 0 to 2, dense models.
 
 Seen in deepspeed 0.19.8 (module_inject/tp_shard.py): sizes that `tp` does not divide are cut unevenly without a word,
 and ranks beyond the key/value heads hold no attention at all. Both train, and neither pays: they are refused.

@@ -1,4 +1,4 @@
-"""The stages of a model's pipeline: the slowest is as fast as can be, and of such cuts the fullest is the leanest."""
+"""Pipeline stages of a model: the cut minimizes the time of the slowest stage, then the memory of the largest."""
 
 from __future__ import annotations
 

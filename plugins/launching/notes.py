@@ -1,4 +1,4 @@
-"""What a command is told while it runs: remarks, and how far it is."""
+"""Messages of a running command: remarks, and how far it is."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...ds_configs.legality.combinations import columns_of, combination_faults
+from ...ds_configs.legality.combinations import columns_of, incompatibility_faults
 from ...ds_configs.specs.errors import Fault
 from ...ds_configs.specs.strategy import Strategy
 from .training_arguments import deepspeed_configuration
@@ -26,8 +26,8 @@ def run_faults(
         pipeline: Whether stages of the model are trained.
     """
     named = [name for callback in callbacks for name in getattr(callback, "combined_settings", ())]
-    found = [*named, *settings, *settings_of(arguments, model)]
-    return combination_faults(found, columns_of(layout_of(arguments, pipeline=pipeline)))
+    found = [*named, *settings, *stated_settings(arguments, model)]
+    return incompatibility_faults(found, columns_of(layout_of(arguments, pipeline=pipeline)))
 
 
 def trainer_faults(trainer: Any) -> list[Fault]:
@@ -41,7 +41,7 @@ def trainer_faults(trainer: Any) -> list[Fault]:
     return run_faults(trainer.args, trainer.model, callbacks=trainer.callback_handler.callbacks, settings=extra)
 
 
-def settings_of(arguments: Any, model: Any) -> list[str]:
+def stated_settings(arguments: Any, model: Any) -> list[str]:
     """Return what arguments and a model say of themselves."""
     stated = {
         "gradient_checkpointing": arguments.gradient_checkpointing,

@@ -19,7 +19,7 @@ from equivalence.cases import (
     padded,
     samples,
 )
-from shardwright.ds_configs.legality.combinations import columns_of, combination_faults
+from shardwright.ds_configs.legality.combinations import columns_of, incompatibility_faults
 from shardwright.ds_configs.specs.strategy import Strategy
 
 STEPS = 3
@@ -254,7 +254,7 @@ class Combination:
     def is_proven(self) -> bool:
         """Whether the table says that every one of its pairs is."""
         used = self.settings if set(self.settings) & set(OPTIMIZERS) else (*self.settings, "adamw_torch")
-        return not combination_faults(used, self.columns)
+        return not incompatibility_faults(used, self.columns)
 
     @property
     def tolerance(self) -> float:

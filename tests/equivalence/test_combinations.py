@@ -33,8 +33,8 @@ def test_no_pair_stands_twice() -> None:
 
 def test_an_unknown_setting_is_refused_wherever_there_is_more_than_one_process() -> None:
     assert not table.cell("telepathy", "ddp").is_proven
-    assert [fault.where for fault in table.combination_faults(["lomo"], ["zero1"])] == ["lomo"]
-    assert table.combination_faults(["lomo"], table.columns_of(Strategy(engine="single"))) == []
+    assert [fault.where for fault in table.incompatibility_faults(["lomo"], ["zero1"])] == ["lomo"]
+    assert table.incompatibility_faults(["lomo"], table.columns_of(Strategy(engine="single"))) == []
 
 
 def test_the_planner_and_the_table_know_the_same_optimizers() -> None:

@@ -32,7 +32,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    """What a whole checkpoint holds and which run saved it."""
+    """Contents of a whole checkpoint, and the run that saved it."""
 
     step: int
     """Optimizer steps that were done."""

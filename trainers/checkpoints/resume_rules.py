@@ -1,4 +1,4 @@
-"""Which differences between the run that saved and the run that goes on are refused, converted or remarked.
+"""Rules of resuming: which differences between the saving and the resuming run are refused, converted or remarked.
 
 `RULES` is the table; `docs/guides/checkpoints.md` shows the same one. Without it the Trainer of Transformers 5.17.0
 goes on in silence: it takes the learning rate of the checkpoint for a new one, starts the optimizer anew where the
@@ -20,7 +20,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What happens where a fact of the checkpoint is not that of the run."""
+    """Consequence of a fact of the checkpoint that is not that of the run."""
 
     fact: str
     """Key of `run_facts`."""

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the run that saved it, told by the Trainer that saves or is about to resume."""
+"""Facts of the run that saved a checkpoint, told by the Trainer that saves or is about to resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from, and what becomes of those that are not whole or not needed.
+"""Selection of the checkpoint to resume from, and the fate of those that are not whole or not needed.
 
 Nothing that could hold somebody's work is deleted unasked: what a run cannot go on from is renamed, and named on
 stderr.

@@ -125,7 +125,7 @@ class DistillationConfig:
 
     @property
     def combined_settings(self) -> tuple[str, ...]:
-        """What it is in the table of combinations."""
+        """Its rows in the table of combinations."""
         names = {
             "distillation": not self.is_plain_training,
             "distilled_features": self.hidden_states is not None,

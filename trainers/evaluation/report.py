@@ -141,13 +141,13 @@ def verdict(evaluation: Evaluation) -> str:
     return f"Perplexity is {ratio[1:]} {direction} than the baseline's, beyond the noise of this text; {agreement}."
 
 
-def report_files(evaluation: Evaluation) -> dict[str, str | bytes]:
+def evaluation_files(evaluation: Evaluation) -> dict[str, str | bytes]:
     """Return the report, the numbers and the picture by name."""
     numbers = json.dumps(evaluation.to_dict(), indent=2, allow_nan=False) + "\n"
-    return {REPORT_FILE: report(evaluation), RESULT_FILE: numbers, CHART_FILE: chart(evaluation)}
+    return {REPORT_FILE: evaluation_report(evaluation), RESULT_FILE: numbers, CHART_FILE: chart(evaluation)}
 
 
-def report(evaluation: Evaluation) -> str:
+def evaluation_report(evaluation: Evaluation) -> str:
     """Return `REPORT.md`."""
     return f"# Evaluation report\n\n{report_section(evaluation)}"
 
@@ -164,13 +164,13 @@ def report_section(evaluation: Evaluation) -> str:
 
 
 def chart(evaluation: Evaluation) -> bytes:
-    """Return a PNG of :func:`figure`."""
+    """Return a PNG of :func:`evaluation_figure`."""
     output = io.BytesIO()
-    figure(evaluation).savefig(output, format="png", dpi=120)
+    evaluation_figure(evaluation).savefig(output, format="png", dpi=120)
     return output.getvalue()
 
 
-def figure(evaluation: Evaluation) -> Figure:
+def evaluation_figure(evaluation: Evaluation) -> Figure:
     """Return a picture of how much worse a model is everywhere, and how much worse where it is worst.
 
     Left, the loss difference of each window with the mean and two standard errors: whether the change is beyond noise.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ParallelCallback(Protocol):
-    """What the callbacks of sequence, expert and tensor parallelism have in common."""
+    """Interface of the callbacks of sequence, expert and tensor parallelism."""
 
     def prepare(self, training_arguments: Any, model: Any) -> None:
         """Do what must happen before a Trainer builds its accelerator."""

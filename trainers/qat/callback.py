@@ -51,7 +51,7 @@ class QATCallback(TrainerCallback, ExportableState):
 
     @property
     def combined_settings(self) -> tuple[str, ...]:
-        """What it is in the table of combinations."""
+        """Its rows in the table of combinations."""
         names = {
             "qat": True,
             "qat_inputs": self.config.scheme.activations is not None,

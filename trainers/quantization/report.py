@@ -1,4 +1,4 @@
-"""What a quantization leaves beside its checkpoint: `REPORT.md`, `quantization.json`, a model card and a picture."""
+"""Files beside a quantized checkpoint: `REPORT.md`, `quantization.json`, a model card and a picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULT_FILE = "quantization.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class QuantizationOutcome:
     """A quantization whose checkpoint passed its checks."""
 
     prepared: Prepared
@@ -69,24 +69,24 @@ class Outcome:
         }
 
 
-def file_names(*, evaluated: bool) -> tuple[str, ...]:
+def quantization_file_names(*, evaluated: bool) -> tuple[str, ...]:
     """Return the names of the files beside weights, configuration and tokenizer."""
     return (CARD_FILE, REPORT_FILE, RESULT_FILE, *((CHART_FILE,) if evaluated else ()))
 
 
-def report_files(outcome: Outcome) -> dict[str, str | bytes]:
+def quantization_files(outcome: QuantizationOutcome) -> dict[str, str | bytes]:
     """Return report, numbers, model card and picture by name."""
     files: dict[str, str | bytes] = {
-        REPORT_FILE: report(outcome),
+        REPORT_FILE: quantization_report(outcome),
         RESULT_FILE: json.dumps(outcome.to_dict(), indent=2, default=str) + "\n",
-        CARD_FILE: model_card(outcome),
+        CARD_FILE: quantized_card(outcome),
     }
     if outcome.evaluation is not None:
         files[CHART_FILE] = chart(outcome.evaluation)
     return files
 
 
-def report(outcome: Outcome) -> str:
+def quantization_report(outcome: QuantizationOutcome) -> str:
     """Return `REPORT.md`."""
     prepared, memory = outcome.prepared, outcome.prepared.memory
     terms = [(f"host: {name}", f"{gigabytes(size)} GB") for name, size in memory.host_terms.items()]
@@ -110,7 +110,7 @@ def _named(prepared: Prepared) -> dict[str, Any]:
     return {"source": prepared.source, "scheme": prepared.scheme, "method": prepared.resolved.method}
 
 
-def model_card(outcome: Outcome) -> str:
+def quantized_card(outcome: QuantizationOutcome) -> str:
     """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
     prepared = outcome.prepared
     return card_text(
@@ -125,7 +125,7 @@ def model_card(outcome: Outcome) -> str:
     )
 
 
-def _calibration_sentence(outcome: Outcome) -> str:
+def _calibration_sentence(outcome: QuantizationOutcome) -> str:
     found = outcome._calibration()
     if found is None:
         return "No text was needed."

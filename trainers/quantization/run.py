@@ -37,7 +37,7 @@ from ..verify.checkpoint import (
 from .engines import quantize_in_memory
 from .inputs import Prepared, prepare
 from .journal import discard_journal, journal_directory
-from .report import Outcome, report_files
+from .report import QuantizationOutcome, quantization_files
 
 
 def quantize(
@@ -52,7 +52,7 @@ def quantize(
     evaluate: bool = True,
     notify: Notify = lambda _: None,
     **settings: Any,
-) -> Outcome:
+) -> QuantizationOutcome:
     """Quantize a model and write a checkpoint that was proven to load.
 
     Example: ``shardwright.quantize("taught", "taught-w4", scheme="W4A16", dataset="python-help")``
@@ -92,7 +92,7 @@ def run_prepared(
     notify: Notify = lambda _: None,
     report: ReportProgress = lambda _: None,
     on_evaluation: OnProgress = lambda _stage, _done, _total: None,
-) -> Outcome:
+) -> QuantizationOutcome:
     """Quantize, write, verify, evaluate and report; an interrupted run leaves its journal and nothing else.
 
     Raises:
@@ -130,14 +130,14 @@ def run_prepared(
     if evaluate and loads:
         with _timed(seconds, "evaluating"):
             evaluation = _evaluation(prepared, output_dir, device, notify, on_evaluation)
-    outcome = Outcome(
+    outcome = QuantizationOutcome(
         prepared=prepared,
         quantized_layers=layers,
         verification=verification,
         evaluation=evaluation,
         seconds=seconds,
     )
-    write_files(report_files(outcome), output_dir, force=True)
+    write_files(quantization_files(outcome), output_dir, force=True)
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""What a rehearsal checks, before its launches and on what they left behind."""
+"""Checks of a rehearsal, before its launches and on what they left behind."""
 
 from __future__ import annotations
 

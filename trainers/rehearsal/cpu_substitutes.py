@@ -1,4 +1,4 @@
-"""What a rehearsal on CPU ranks puts in place of what needs a GPU, a network or hours; each is reported.
+"""Substitutes, on CPU ranks, for what needs a GPU, a network or hours; each is reported.
 
 Where and when a run saves and logs is the rehearsal's own matter and not reported. Seen with transformers 5.17.0,
 accelerate 1.15.0 and bitsandbytes 0.50.2.

@@ -19,7 +19,7 @@ _WORKER = f"{__package__}.worker"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSettings:
-    """What all launches of a rehearsal share."""
+    """Settings that all launches of a rehearsal share."""
 
     directory: Path
     """Where the plan's files lie."""

@@ -35,7 +35,7 @@ from .report import (
     PredictedPhase,
     Rehearsal,
     check_output_directory,
-    report_files,
+    rehearsal_files,
     write_report,
 )
 
@@ -97,7 +97,7 @@ def rehearse(
     source = None if isinstance(plan, Plan) else str(directory)
     found = replace(found, source=source, seconds=time.monotonic() - started)
     if kept:
-        found = replace(found, files=tuple(str(target / name) for name in report_files(found)))
+        found = replace(found, files=tuple(str(target / name) for name in rehearsal_files(found)))
         write_report(found, target)
     return found
 

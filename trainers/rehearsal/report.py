@@ -1,4 +1,4 @@
-"""What a rehearsal found: as JSON, and as a chart of measured beside predicted memory."""
+"""Report of a rehearsal: JSON, and a chart of measured beside predicted memory."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def check_output_directory(directory: Path, *, force: bool) -> None:
         raise UsageError(faults)
 
 
-def report_files(rehearsal: Rehearsal) -> dict[str, str | bytes]:
+def rehearsal_files(rehearsal: Rehearsal) -> dict[str, str | bytes]:
     """Return the report's files by name; without measurements there is no chart."""
     files: dict[str, str | bytes] = {REPORT_FILE: json.dumps(rehearsal.to_dict(), indent=2) + "\n"}
     if rehearsal.measured:
@@ -134,7 +134,7 @@ def write_report(rehearsal: Rehearsal, directory: Path) -> None:
     Raises:
         ShardwrightError: the system refuses to write.
     """
-    files = report_files(rehearsal)
+    files = rehearsal_files(rehearsal)
     write_files(files, directory, force=True)
     if CHART_FILE not in files:
         (directory / CHART_FILE).unlink(missing_ok=True)

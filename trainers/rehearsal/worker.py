@@ -36,7 +36,7 @@ PROBE_SEED = 7
 
 
 class RehearsalJob(RankJob):
-    """What every rank needs to know; the training arguments are scaled."""
+    """Job of every rank; the training arguments are scaled."""
 
     stage: Literal["train", "resume"] = Field(default="train", description="which of the two launches this is")
     seq_len: int = Field(description="tokens of one sample")

@@ -1,4 +1,4 @@
-"""What every rank of a launched training does: arguments, model, records of the steps, and how it ends."""
+"""Work of every rank of a launched training: arguments, model, records of the steps, and how it ends."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ REPORT_FILE = "REPORT.md"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What the ranks measured of their steps, as it stands in `result.json`."""
+    """Measurements of the ranks' steps, as they stand in `result.json`."""
 
     steps: int
     """Optimizer steps of the whole training."""

@@ -1,4 +1,4 @@
-"""What a launched training is asked for, and the file through which its ranks learn it."""
+"""Settings of a launched training, and the file through which its ranks learn them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LaunchedSettings(ObjectiveSettings, TrainingSettings, HardwareSettings, Da
 
 
 class RankJob(BaseModel):
-    """What every rank of any launch needs to know, as it stands in a file that its command line names."""
+    """Job of every rank of any launch, as it stands in a file that its command line names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,7 +70,7 @@ class RankJob(BaseModel):
 
 
 class LaunchedJob(RankJob):
-    """What every rank of a training needs to know."""
+    """Job of every rank of a training."""
 
     settings: LaunchedSettings = Field(description="what the user asked for")
     output_dir: str = Field(description="where the model goes")

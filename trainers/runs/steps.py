@@ -1,4 +1,4 @@
-"""Which engine trains, and the loss of each of its optimizer steps."""
+"""Training engine by its environment, and the loss of each of its optimizer steps."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class L1SparsityCallback(TrainerCallback):
 
     @property
     def combined_settings(self) -> tuple[str, ...]:
-        """What it is in the table of combinations."""
+        """Its rows in the table of combinations."""
         return ("l1",)
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -86,7 +86,7 @@ class MagnitudePruningCallback(TrainerCallback):
 
     @property
     def combined_settings(self) -> tuple[str, ...]:
-        """What it is in the table of combinations."""
+        """Its rows in the table of combinations."""
         return ("pruning",) if self._scope == "matrix" else ("global_pruning",)
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

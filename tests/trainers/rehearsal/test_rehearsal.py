@@ -36,7 +36,7 @@ from shardwright.trainers.rehearsal.report import (
     Rehearsal,
     check_output_directory,
     memory_figure,
-    report_files,
+    rehearsal_files,
     write_report,
 )
 from shardwright.trainers.rehearsal.worker import skewed_tokens
@@ -290,7 +290,7 @@ def test_a_full_disk_leaves_the_earlier_report_whole(
 
 def test_json_holds_roles_and_terms(model: Path) -> None:
     made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
-    text = report_files(rehearsal(made, measured=MEASURED, predicted=PREDICTED))["rehearsal.json"]
+    text = rehearsal_files(rehearsal(made, measured=MEASURED, predicted=PREDICTED))["rehearsal.json"]
     report = json.loads(text)
     assert report["measured"] == MEASURED
     assert report["predicted"] == {"loss": {"weights": 5_000_000, "terms": {"weights": 5_000_000}}}

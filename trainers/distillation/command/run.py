@@ -12,7 +12,7 @@ from ....plugins.launching.notes import Notify, OnProgress
 from ...runs.run import run_training
 from .run_files import DistillSettings
 from .run_inputs import prepare_distillation
-from .run_report import Outcome
+from .run_report import DistillationOutcome
 
 
 def distill(
@@ -25,7 +25,7 @@ def distill(
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
     **settings: Any,
-) -> Outcome:
+) -> DistillationOutcome:
     """Teach a student what a teacher knows: plan, launch ranks, evaluate before and after, save with a model card.
 
     Nothing is printed on stdout. Example:

@@ -1,4 +1,4 @@
-"""What a distillation is asked for, and the file through which its ranks learn it."""
+"""Settings of a distillation, and the file through which its ranks learn them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DistillSettings(LaunchedSettings):
 
 
 class WorkerJob(LaunchedJob):
-    """What every rank needs to know, as it stands in `job.json`."""
+    """Job of every rank, as it stands in `job.json`."""
 
     settings: DistillSettings = Field(description="what the user asked for")
     teacher: str = Field(description="Hub id or directory")

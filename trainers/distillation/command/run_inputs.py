@@ -1,4 +1,4 @@
-"""Everything about a distillation that can be wrong, found before anything is launched or written."""
+"""Checks of a distillation before anything is launched or written: all that can be wrong, told together."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ...runs.inputs import (
 from ...runs.run import PreparedTraining
 from ...runs.settings import is_without, run_output_faults
 from .run_files import TEACHER_TOKENIZER, DistillSettings, WorkerJob, distill_settings_faults, distillation_config
-from .run_report import Outcome, RunResult, file_names, report_files
+from .run_report import DistillationOutcome, DistillationResult, distillation_file_names, distillation_files
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedDistillation(PreparedTraining[Outcome]):
+class PreparedDistillation(PreparedTraining[DistillationOutcome]):
     """A distillation that can be launched; nothing was written for it."""
 
     settings: DistillSettings
@@ -47,7 +47,7 @@ class PreparedDistillation(PreparedTraining[Outcome]):
     @property
     def own_file_names(self) -> tuple[str, ...]:
         """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
-        return file_names(self.settings)
+        return distillation_file_names(self.settings)
 
     def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> WorkerJob:
         """Leave the teacher's tokenizer, and return what the ranks are told."""
@@ -59,10 +59,14 @@ class PreparedDistillation(PreparedTraining[Outcome]):
         arguments = common["training_arguments"] | {"eval_on_start": True}
         return WorkerJob(**{**common, "training_arguments": arguments, **own})
 
-    def report(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[Outcome, dict[str, str | bytes]]:
+    def report(
+        self, result: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[DistillationOutcome, dict[str, str | bytes]]:
         """Return the outcome and the files that report it."""
-        found = Outcome(teacher=self.teacher, student=self.student, result=RunResult(**result), **common)
-        return found, report_files(found)
+        found = DistillationOutcome(
+            teacher=self.teacher, student=self.student, result=DistillationResult(**result), **common
+        )
+        return found, distillation_files(found)
 
 
 def prepare_distillation(

@@ -1,4 +1,4 @@
-"""What a distillation did: `REPORT.md`, the student's model card, and the chart of its training."""
+"""Files of a distillation: `REPORT.md`, the student's model card, and the chart of its training."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _FORMULAS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult(StepResult):
-    """What the ranks measured, as it stands in `result.json`."""
+class DistillationResult(StepResult):
+    """Measurements of the ranks, as they stand in `result.json`."""
 
     before: Mapping[str, float]
     """Metrics of the student on the held-out samples before its first step."""
@@ -52,7 +52,7 @@ class RunResult(StepResult):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome(LaunchedOutcome):
+class DistillationOutcome(LaunchedOutcome):
     """A distillation that ended well."""
 
     settings: DistillSettings
@@ -61,7 +61,7 @@ class Outcome(LaunchedOutcome):
     """Hub id or directory of the teacher."""
     student: str
     """Hub id, directory or `config.json` that the student started from."""
-    result: RunResult
+    result: DistillationResult
     """What was measured."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class TableRow:
     """The teacher; empty where it makes no sense."""
 
 
-def comparison(result: RunResult) -> list[TableRow]:
+def comparison(result: DistillationResult) -> list[TableRow]:
     """Return the measures of the student before and after, and of the teacher."""
     before, after = result.before, result.after
     rows = []
@@ -114,25 +114,29 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def file_names(settings: DistillSettings) -> tuple[str, ...]:
+def distillation_file_names(settings: DistillSettings) -> tuple[str, ...]:
     """Return the names of the files that a run leaves in its output directory, beside the plan's."""
     weights = "adapter_model.safetensors" if settings.method == "lora" else "model.safetensors"
     config = "adapter_config.json" if settings.method == "lora" else "config.json"
     return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, config, weights, "tokenizer.json")
 
 
-def report_files(outcome: Outcome) -> dict[str, str | bytes]:
+def distillation_files(outcome: DistillationOutcome) -> dict[str, str | bytes]:
     """Return the report, the model card and the chart by name."""
-    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: png(figure(outcome.metrics))}
+    return {
+        REPORT_FILE: distillation_report(outcome),
+        CARD_FILE: distillation_card(outcome),
+        CHART_FILE: png(distillation_figure(outcome.metrics)),
+    }
 
 
-def report(outcome: Outcome) -> str:
+def distillation_report(outcome: DistillationOutcome) -> str:
     """Return `REPORT.md`."""
     settings = outcome.settings.model_dump() | {"learning_rate": outcome.settings.base_learning_rate()}
     return report_text(f"{_TEMPLATES}/report.md.j2", outcome, settings, measures=_comparison_table(outcome.result))
 
 
-def model_card(outcome: Outcome) -> str:
+def distillation_card(outcome: DistillationOutcome) -> str:
     """Return the student's `README.md`, with the metadata that the Hub reads."""
     adapter = outcome.settings.method == "lora"
     return card_text(
@@ -161,12 +165,12 @@ def objective_sentence(settings: DistillSettings) -> str:
     return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
 
 
-def _comparison_table(result: RunResult) -> str:
+def _comparison_table(result: DistillationResult) -> str:
     rows = [(row.name, row.before, row.after, row.teacher) for row in comparison(result)]
     return table(("", "student before", "student after", "teacher"), rows)
 
 
-def figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
+def distillation_figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
     """Return the chart: what is minimised and measured in nats on the left, agreement on the right."""
     drawn, nats, shares = empty_figure()
     measured = {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedTokens:
-    """What the router of one layer did with the tokens of this rank."""
+    """Choices of one layer's router for the tokens of this rank."""
 
     logits_TE: Tensor
     """Before softmax or sigmoid, with their graph."""

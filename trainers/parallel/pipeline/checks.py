@@ -1,4 +1,4 @@
-"""What `PipelineTrainer` refuses before a process group is used: broken rules, and arguments it has no place for."""
+"""Refusals of `PipelineTrainer` before a process group is used: broken rules, and arguments it has no place for."""
 
 from __future__ import annotations
 

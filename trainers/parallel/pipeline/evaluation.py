@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ....ds_configs.specs.errors import UsageError
-from .micro_batches import IGNORED, batch_faults
+from .micro_batches import IGNORED, sampled_batch_faults
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def own_samples(
     for turn, batch in enumerate(batches):
         if held is not None:
             yield held, False
-        if faults := batch_faults(batch):
+        if faults := sampled_batch_faults(batch):
             raise UsageError(faults)
         held = dict(batch)
         size = len(held["labels"])

@@ -19,7 +19,7 @@ IGNORED = -100
 _FILL = {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED}
 
 
-def batch_faults(batch: Mapping[str, Any]) -> list[Fault]:
+def sampled_batch_faults(batch: Mapping[str, Any]) -> list[Fault]:
     """Return a fault for everything in a collated batch that stages cannot pass on, and for what is missing."""
     import torch
 
@@ -54,7 +54,7 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
     Raises:
         UsageError: a batch holds what stages cannot pass on, or only some have positions.
     """
-    faults = [fault for batch in batches for fault in batch_faults(batch)]
+    faults = [fault for batch in batches for fault in sampled_batch_faults(batch)]
     if len({"position_ids" in batch for batch in batches}) > 1:
         rule = "must be in every micro-batch of a step or in none: stages are told once what follows"
         faults.append(Fault(where="batch: position_ids", rule=rule, fix="add it in the collator"))

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline come from: a live model or a checkpoint, and the cut that the planner would make."""
+"""Source of a pipeline's stages: a live model or a checkpoint, and the cut that the planner would make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model and training arguments say about sequence parallelism, as faults."""
+"""Faults of a model and of training arguments under sequence parallelism."""
 
 from __future__ import annotations
 

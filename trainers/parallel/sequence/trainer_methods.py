@@ -1,4 +1,4 @@
-"""What a Trainer does otherwise while its sequences are shared: reading, cutting, losing, evaluating.
+"""Trainer overrides for shared sequences: reading batches, cutting them, losses, evaluation.
 
 `SequenceParallelMethods` is put before the class of a Trainer, so that its own `compute_loss` is found by `super()`.
 """
@@ -34,7 +34,7 @@ LossReduction = Literal["mean", "sum"]
 
 @dataclass(kw_only=True)
 class SequenceParallelRun:
-    """What one Trainer's methods share."""
+    """State that one Trainer's methods share."""
 
     shared: SharedSequence
     """The ranks of a sequence."""

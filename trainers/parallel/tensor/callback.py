@@ -24,7 +24,7 @@ from ....plugins.deepspeed.engine import accept_train_batch_size, train_batch_si
 from ....plugins.deepspeed.tensor_parallel_batches import GroupsOnce
 from ....plugins.transformers import run_settings
 from ....plugins.transformers.training_arguments import deepspeed_configuration
-from .checks import layout_faults, section_faults, trainer_faults
+from .checks import layout_faults, section_faults, tensor_trainer_faults
 
 _WHERE = "tensor_parallel_size"
 
@@ -136,7 +136,7 @@ class TensorParallelCallback(TrainerCallback):
             trainer.add_callback(self)
         if self.tensor_parallel_size == 1:
             return
-        faults = trainer_faults(trainer, vocabulary_parallel_head=self.vocabulary_parallel_head)
+        faults = tensor_trainer_faults(trainer, vocabulary_parallel_head=self.vocabulary_parallel_head)
         faults += run_settings.trainer_faults(trainer)
         if faults:
             raise UsageError(faults)

@@ -1,4 +1,4 @@
-"""What tensor parallelism asks of a model in memory, of a DeepSpeed section and of a Trainer."""
+"""Faults of a model in memory, of a DeepSpeed section and of a Trainer under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def section_faults(given: Mapping[str, Any], written: Mapping[str, Any]) -> list
     return faults
 
 
-def trainer_faults(trainer: Any, *, vocabulary_parallel_head: bool) -> list[Fault]:
+def tensor_trainer_faults(trainer: Any, *, vocabulary_parallel_head: bool) -> list[Fault]:
     """Return what a Trainer does with logits that a vocabulary-parallel head does not give it."""
     from transformers import Trainer
 

@@ -1,4 +1,4 @@
-"""Everything about a quantization-aware training that can be wrong, found before it is launched or writes anything."""
+"""Checks of a quantization-aware training before it is launched or writes anything, told together."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from .request import (
     teacher_distance_config,
     teacher_of,
 )
-from .run_report import Outcome, RunResult, file_names, report_files
+from .run_report import QATOutcome, QATResult, qat_file_names, qat_files
 
 if TYPE_CHECKING:
     from ..rounding.attachment import Attachment
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedQAT(PreparedTraining[Outcome]):
+class PreparedQAT(PreparedTraining[QATOutcome]):
     """A quantization-aware training that can be launched; nothing was written for it."""
 
     settings: QATSettings
@@ -73,7 +73,7 @@ class PreparedQAT(PreparedTraining[Outcome]):
     @property
     def own_file_names(self) -> tuple[str, ...]:
         """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
-        return file_names(self.settings)
+        return qat_file_names(self.settings)
 
     def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> QATJob:
         """Find the ranges that the ranks begin with, and return what the ranks are told."""
@@ -93,17 +93,17 @@ class PreparedQAT(PreparedTraining[Outcome]):
             **common,
         )
 
-    def report(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[Outcome, dict[str, str | bytes]]:
+    def report(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[QATOutcome, dict[str, str | bytes]]:
         """Return the outcome and the files that report it."""
-        found = Outcome(
+        found = QATOutcome(
             model=self.source.name,
             teacher=self.teacher,
             scheme=self.config.rounded_scheme,
             layers=len(self.layers),
-            result=RunResult(**result),
+            result=QATResult(**result),
             **common,
         )
-        return found, report_files(found)
+        return found, qat_files(found)
 
 
 def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: Notify, **how: bool) -> PreparedQAT:

@@ -1,4 +1,4 @@
-"""What `shardwright qat` is asked for, and the file through which its ranks learn it."""
+"""Settings of `shardwright qat`, and the file through which its ranks learn them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class QATSettings(SchemeSettings, LaunchedSettings):
 
 
 class QATJob(LaunchedJob):
-    """What every rank needs to know, as it stands in `job.json`."""
+    """Job of every rank, as it stands in `job.json`."""
 
     settings: QATSettings = Field(description="what the user asked for")
     model: str = Field(description="Hub id or directory")

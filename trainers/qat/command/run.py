@@ -12,7 +12,7 @@ from ....plugins.launching.notes import Notify, OnProgress
 from ...runs.run import run_training
 from .inputs import prepare_qat
 from .request import QATSettings
-from .run_report import Outcome
+from .run_report import QATOutcome
 
 
 def qat(
@@ -24,7 +24,7 @@ def qat(
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
     **settings: Any,
-) -> Outcome:
+) -> QATOutcome:
     """Train a model with the numbers of its quantized checkpoint, and write exactly these numbers.
 
     Nothing is printed on stdout. Example:

@@ -1,4 +1,4 @@
-"""What a quantization-aware training did: `REPORT.md`, the model card, and the chart of its training."""
+"""Files of a quantization-aware training: `REPORT.md`, the model card, and the chart of its training."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _COLOURS = ("#bbbbbb", "#ee6677", "#228833")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult(StepResult):
-    """What the ranks measured, as it stands in `result.json`."""
+class QATResult(StepResult):
+    """Measurements of the ranks, as they stand in `result.json`."""
 
     dense: float | None
     """Cross-entropy on the held-out samples before the first step, in full precision, in nats a token."""
@@ -53,7 +53,7 @@ class RunResult(StepResult):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome(LaunchedOutcome):
+class QATOutcome(LaunchedOutcome):
     """A quantization-aware training that ended well."""
 
     settings: QATSettings
@@ -66,7 +66,7 @@ class Outcome(LaunchedOutcome):
     """The numbers of the checkpoint."""
     layers: int
     """Matrices that are quantized."""
-    result: RunResult
+    result: QATResult
     """What was measured."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Stage:
         return self.name, number(self.nats), perplexity(self.nats)
 
 
-def stages(result: RunResult) -> tuple[Stage, Stage, Stage]:
+def stages(result: QATResult) -> tuple[Stage, Stage, Stage]:
     """Return the model before training, the same rounded, and what is exported."""
     return (
         Stage(key="dense", name="before, in full precision", nats=result.dense),
@@ -113,7 +113,7 @@ def stages(result: RunResult) -> tuple[Stage, Stage, Stage]:
     )
 
 
-def recovered(result: RunResult) -> float | None:
+def recovered(result: QATResult) -> float | None:
     """Return the share ``(rounded - trained) / (rounded - dense)`` of what rounding costs; `None` if it costs nothing.
 
     Above 1 the training has also taught the model its data.
@@ -123,7 +123,7 @@ def recovered(result: RunResult) -> float | None:
     return (result.rounded - result.trained) / (result.rounded - result.dense)
 
 
-def file_names(settings: QATSettings) -> tuple[str, ...]:
+def qat_file_names(settings: QATSettings) -> tuple[str, ...]:
     """Return the names of the files that a run leaves in its output directory, beside the plan's."""
     adapter = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
     model = ("config.json", "model.safetensors", "tokenizer.json", "qat_report.json")
@@ -131,12 +131,12 @@ def file_names(settings: QATSettings) -> tuple[str, ...]:
     return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, *model, *beside)
 
 
-def report_files(outcome: Outcome) -> dict[str, str | bytes]:
+def qat_files(outcome: QATOutcome) -> dict[str, str | bytes]:
     """Return the report, the model card and the chart by name."""
-    return {REPORT_FILE: report(outcome), CARD_FILE: model_card(outcome), CHART_FILE: png(figure(outcome))}
+    return {REPORT_FILE: qat_report(outcome), CARD_FILE: qat_card(outcome), CHART_FILE: png(qat_figure(outcome))}
 
 
-def report(outcome: Outcome) -> str:
+def qat_report(outcome: QATOutcome) -> str:
     """Return `REPORT.md`."""
     left_out = () if outcome.settings.teacher else (*TEACHERS_OWN, "teacher_placement")
     shown = outcome.settings.model_dump(exclude=set(left_out))
@@ -153,7 +153,7 @@ def report(outcome: Outcome) -> str:
     )
 
 
-def checkpoint_facts(outcome: Outcome) -> list[tuple[str, str]]:
+def checkpoint_facts(outcome: QATOutcome) -> list[tuple[str, str]]:
     """Return what was written, and how it was proven to be what was trained."""
     scheme, result = outcome.scheme, outcome.result
     return [
@@ -180,7 +180,7 @@ def weights_sentence(scheme: QuantizationScheme) -> str:
     return f"{text}; inputs {inputs.bits} bit, {'by token' if inputs.dynamic else 'with stored ranges'}"
 
 
-def model_card(outcome: Outcome) -> str:
+def qat_card(outcome: QATOutcome) -> str:
     """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
     settings = outcome.settings
     others = () if outcome.teacher in (None, outcome.model) else (outcome.teacher,)
@@ -200,7 +200,7 @@ def model_card(outcome: Outcome) -> str:
     )
 
 
-def _objective(outcome: Outcome) -> str:
+def _objective(outcome: QATOutcome) -> str:
     if outcome.teacher is None:
         return "It learned from the data's own tokens."
     own = " in full precision" if is_own_teacher(outcome.settings, outcome.model) else ""
@@ -210,11 +210,11 @@ def _objective(outcome: Outcome) -> str:
     return f"It learned from `{teacher}`{own}, {outcome.settings.loss} with weight {share:g}{labels}."
 
 
-def _stage_table(result: RunResult) -> str:
+def _stage_table(result: QATResult) -> str:
     return table(("", "cross-entropy, nats a token", "perplexity"), [stage.row for stage in stages(result)])
 
 
-def figure(outcome: Outcome) -> Figure:
+def qat_figure(outcome: QATOutcome) -> Figure:
     """Return the chart: perplexities on the left, the loss of every logged step on the right."""
     drawn, bars, nats = empty_figure()
     shown = [(stage, colour) for stage, colour in zip(stages(outcome.result), _COLOURS, strict=True)]

@@ -21,13 +21,13 @@ from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import SampleStatistics
 from shardwright.trainers.distillation.command.run_files import DistillSettings, WorkerJob
 from shardwright.trainers.distillation.command.run_report import (
-    Outcome,
-    RunResult,
+    DistillationOutcome,
+    DistillationResult,
     comparison,
-    figure,
-    model_card,
+    distillation_card,
+    distillation_figure,
+    distillation_report,
     objective_sentence,
-    report,
 )
 from shardwright.trainers.runs.ranks import trained_tokens
 
@@ -201,7 +201,7 @@ def test_settings_come_from_a_file_the_environment_and_flags(
     assert any("alpha (from file) = 'high'" in fault for fault in faults)
 
 
-def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Outcome:
+def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> DistillationOutcome:
     from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.planning.from_names import plan
 
@@ -209,7 +209,7 @@ def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Outcome:
     before = {"student_cross_entropy": 3.0, "teacher_cross_entropy": 1.0, "kl_per_token": 2.0, "top1_agreement": 0.1}
     after = before | {"student_cross_entropy": 1.5, "kl_per_token": 0.5, "top1_agreement": 0.6}
     made: Plan = plan(str(models["student"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32"))
-    return Outcome(
+    return DistillationOutcome(
         settings=settings,
         teacher=str(models["teacher"]),
         student="org/pupil",
@@ -226,7 +226,7 @@ def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Outcome:
             train_tokens=3200,
             train_labels=3200,
         ),
-        result=RunResult(
+        result=DistillationResult(
             before=before, after=after, steps=5, step_seconds=2.0, tokens=3200, timed_tokens=1600, peak_bytes=3 * 10**9
         ),
         metrics=[{"step": 1, "loss": 2.0, "kl_per_token": 1.0}, {"step": 2, "loss": 1.0, "top1_agreement": 0.5}],
@@ -239,18 +239,20 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: P
     rows = {row.name.partition(",")[0]: row for row in comparison(found.result)}
     assert (rows["perplexity"].before, rows["perplexity"].teacher) == (f"{math.exp(3):.4g}", f"{math.e:.4g}")
     assert rows["same most likely token as the teacher"].after == "60.0 %"
-    text = report(found)
+    text = distillation_report(found)
     for part in ("800 tokens/s", "| 3.0000 | 1.5000 | 1.0000 |", "3.0 GB of tensors", "`learning_rate` | `2e-05`"):
         assert part in text, part
     (models["teacher"] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    card = model_card(found)
+    card = distillation_card(found)
     assert "Teacher: apache-2.0." in card and "see the card of `org/pupil`" in card
     assert (
         ModelCard(card).data.base_model == "org/pupil"
         and "0.25 · cross-entropy + 0.75 · 2² · KL(teacher | student) at τ = 2" in card
     )
     assert ModelCard(card).data.base_model_relation == "finetune" and str(models["teacher"]) not in card
-    labels = [text.get_text() for axes in figure(found.metrics).axes for text in axes.get_legend().get_texts()]
+    labels = [
+        text.get_text() for axes in distillation_figure(found.metrics).axes for text in axes.get_legend().get_texts()
+    ]
     assert labels == ["loss", "KL(teacher | student)", "same most likely token"]
 
 

@@ -28,7 +28,7 @@ from shardwright.plugins.deepspeed.auto_tp import (
     tensor_plan,
 )
 from shardwright.trainers.parallel.tensor.callback import TensorParallelCallback
-from shardwright.trainers.parallel.tensor.checks import section_faults, trainer_faults
+from shardwright.trainers.parallel.tensor.checks import section_faults, tensor_trainer_faults
 
 pytestmark = pytest.mark.slow
 
@@ -357,6 +357,6 @@ def test_a_loss_of_ones_own_needs_whole_logits() -> None:
     for kind, expected in ((Trainer, []), (OwnLoss, ["OwnLoss.compute_loss"])):
         trainer = object.__new__(kind)
         trainer.args, trainer.compute_loss_func = SimpleNamespace(label_smoothing_factor=0.0), None
-        found = trainer_faults(trainer, vocabulary_parallel_head=True)
+        found = tensor_trainer_faults(trainer, vocabulary_parallel_head=True)
         assert [fault.where for fault in found] == expected
-        assert trainer_faults(trainer, vocabulary_parallel_head=False) == []
+        assert tensor_trainer_faults(trainer, vocabulary_parallel_head=False) == []

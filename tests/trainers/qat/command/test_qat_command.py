@@ -33,12 +33,12 @@ from shardwright.trainers.qat.command.request import (
     teacher_of,
 )
 from shardwright.trainers.qat.command.run_report import (
-    Outcome,
-    RunResult,
-    figure,
-    model_card,
+    QATOutcome,
+    QATResult,
+    qat_card,
+    qat_figure,
+    qat_report,
     recovered,
-    report,
     weights_sentence,
 )
 from shardwright.trainers.runs.ranks import placed_teacher
@@ -405,7 +405,7 @@ def test_ranges_are_found_without_padding() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome(models: dict[str, Path]) -> Outcome:
+def outcome(models: dict[str, Path]) -> QATOutcome:
     from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.planning.from_names import plan
     from shardwright.trainers.data.samples import SampleStatistics
@@ -413,7 +413,7 @@ def outcome(models: dict[str, Path]) -> Outcome:
     counts = dict.fromkeys(("rows", "empty_rows", "unlabelled_rows", "cut_rows", "train_samples"), 8)
     tokens = {"train_tokens": 3200, "train_labels": 3200, "evaluation_samples": 16}
     measured = {"weight_difference": 0.0, "logit_difference": 0.0, "peak_bytes": 3 * 10**9}
-    return Outcome(
+    return QATOutcome(
         settings=QATSettings(dataset="python-help"),
         model="org/base",
         teacher=None,
@@ -421,7 +421,7 @@ def outcome(models: dict[str, Path]) -> Outcome:
         layers=14,
         plan=plan(str(models["model"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32")),
         statistics=SampleStatistics(source="python-help", kind="text", **counts, **tokens),
-        result=RunResult(
+        result=QATResult(
             dense=3.0, rounded=3.4, trained=3.1, steps=5, step_seconds=2.0, tokens=3200, timed_tokens=1600, **measured
         ),
         metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}],
@@ -429,8 +429,8 @@ def outcome(models: dict[str, Path]) -> Outcome:
     )
 
 
-def test_the_report_holds_what_was_measured(outcome: Outcome) -> None:
-    text = report(outcome)
+def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
+    text = qat_report(outcome)
     for part in (
         f"| before, rounded to the nearest | 3.4000 | {math.exp(3.4):.4g} |",
         "costs 0.4000 nats a token; training has won back 75 % of it.",
@@ -441,28 +441,28 @@ def test_the_report_holds_what_was_measured(outcome: Outcome) -> None:
     ):
         assert part in text, part
     assert "`alpha`" not in text, "without a teacher its settings mean nothing"
-    card = model_card(outcome)
+    card = qat_card(outcome)
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
     assert "It learned from the data's own tokens." in card
     for revision, said in ((None, "`org/base` in full precision"), ("R2", "`org/base`, forward_kl")):
         own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
-        assert said in model_card(own)
+        assert said in qat_card(own)
     taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
-    assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in model_card(taught)
-    bars, nats = figure(outcome).axes
+    assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in qat_card(taught)
+    bars, nats = qat_figure(outcome).axes
     assert [bar.get_height() for bar in bars.patches] == pytest.approx([math.exp(x) for x in (3.0, 3.4, 3.1)])
     assert [line.get_ydata().tolist() for line in nats.get_lines()] == [[2.0, 1.0]]
 
 
-def test_a_gap_that_is_not_there_is_not_divided_by(outcome: Outcome) -> None:
+def test_a_gap_that_is_not_there_is_not_divided_by(outcome: QATOutcome) -> None:
     assert recovered(outcome.result) == pytest.approx(0.75)
     assert recovered(replace(outcome.result, rounded=None)) is None
     assert recovered(replace(outcome.result, rounded=2.9)) is None
     unmeasured = replace(outcome, result=replace(outcome.result, rounded=None))
-    assert "| before, rounded to the nearest | not measured | not measured |" in report(unmeasured)
+    assert "| before, rounded to the nearest | not measured | not measured |" in qat_report(unmeasured)
     better = replace(outcome, result=replace(outcome.result, trained=2.0))
-    assert "%" not in report(better).split("![")[0].split("## On")[1], (
+    assert "%" not in qat_report(better).split("![")[0].split("## On")[1], (
         "what it learned of the data is no share of a gap"
     )
 
