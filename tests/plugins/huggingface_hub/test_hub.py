@@ -293,6 +293,6 @@ def test_a_model_of_the_hub_is_quantized_at_its_commit(hub: str, tmp_path: Path,
     assert found["revision"] == COMMIT
     assert found["verification"]["largest_logit_difference"] <= 1e-3
     card = (output / "README.md").read_text()
-    assert 'base_model: "org/whole"' in card and COMMIT in card
+    assert "base_model: org/whole" in card and COMMIT in card
     assert not list(home.rglob("pytorch_model.bin"))
     assert refused == 4 and "can run code" in why
