@@ -15,7 +15,7 @@ from .journal import Journal, run_identity
 from .progress import Steps, count_parts
 from .quiet import import_upstream, named_by_directory, quiet_upstream, without_hub_name
 from .range_observers import forget_range_observers
-from .recipe_objects import EngineMethod, Pass, build_modifiers
+from .recipe_objects import EngineMethod, ModifierPass, build_modifiers
 
 _LEFTOVERS = ("recipe.yaml",)
 """Files that `save_pretrained` adds under llm-compressor, with this machine's paths in them."""
@@ -138,7 +138,7 @@ def _follow(modifiers: Sequence[Any], request: EngineRequest, steps: Steps) -> l
     for phase, modifier in enumerate(remaining, start=current):
         entries = () if journal is None else journal.entries
         modifier.follow(
-            Pass(
+            ModifierPass(
                 phase=phase,
                 steps=steps,
                 journal=journal,

@@ -70,7 +70,7 @@ def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: M
 
 
 @dataclass(kw_only=True)
-class Pass:
+class ModifierPass:
     """One modifier's pass over the model: what it is told to, and what it need not do again."""
 
     phase: int
@@ -100,7 +100,7 @@ class Pass:
 class _FollowedModifier:
     """Hears the events of one pass; stands before a modifier class in a subclass of both."""
 
-    def follow(self, own: Pass) -> None:
+    def follow(self, own: ModifierPass) -> None:
         """Attach what hears of the pass."""
         self._own_pass = own
 

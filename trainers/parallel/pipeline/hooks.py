@@ -1,4 +1,4 @@
-"""Which methods of a Trainer a subclass of `PipelineTrainer` may override: those that a schedule of stages calls."""
+"""Methods of a Trainer that a subclass of `PipelineTrainer` may override: those that a schedule of stages calls."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def probe_rows(root: Any, probe: Sequence[Sequence[int]] | None) -> list[list[in
     return arbitrary_rows(int(config.vocab_size), getattr(config, "max_position_embeddings", None))
 
 
-def answers(model: Any, rows: Sequence[Sequence[int]], device: torch.device) -> ReferenceLogits:
+def trained_logits(model: Any, rows: Sequence[Sequence[int]], device: torch.device) -> ReferenceLogits:
     """Return the logits of the trained model, on the training's device where two models have room there."""
     import torch
 
@@ -141,7 +141,7 @@ def proven(
     difference = largest_weight_difference(found, attachment, root, directory, device)
     if reads_tokens(root):
         model = trained_reference(found, attachment, root, directory, device)
-        logits = answers(model, probe_rows(root, probe), device)
+        logits = trained_logits(model, probe_rows(root, probe), device)
         del model
         threads = torch.get_num_threads()
         # The process that loads the checkpoint splits its sums over as many threads, so that they round alike.
