@@ -17,6 +17,8 @@ LONGEST_FILE = 350
 LONGEST_FUNCTION = 50
 LARGEST_ROOM = 21
 """Twenty files and the `__init__` that says how to come in."""
+MOST_ASKING_DOCSTRINGS, MOST_SHARED_NAMES = 10, 3
+"""Numbers that shrink: docstrings of modules that begin with a question word, and names with several homes."""
 
 
 def sources() -> list[Path]:
@@ -159,6 +161,24 @@ def test_public_functions_and_classes_have_docstrings():
         and not ast.get_docstring(node)
     ]
     assert not missing
+
+
+def test_docstrings_of_modules_begin_with_the_noun():
+    docstrings = {path: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in sources()}
+    asking = [str(path) for path, text in docstrings.items() if text.startswith(("What ", "How ", "Which ", "Where "))]
+    assert len(asking) <= MOST_ASKING_DOCSTRINGS, asking
+
+
+def test_a_name_has_one_home():
+    """A reader who searches for a class or a function finds one; every script has a `main`."""
+    homes: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            if public and node.name != "main":
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    shared = {name: places for name, places in homes.items() if len(places) > 1}
+    assert len(shared) <= MOST_SHARED_NAMES, shared
 
 
 def test_every_package_directory_is_distributed():
