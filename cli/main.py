@@ -38,13 +38,13 @@ _COMMANDS = {
 }
 
 
-def build_app(sources: Sources | None = None) -> App:
+def build_app() -> App:
     """Return the command line application; the modules of its commands load when they are called."""
     app = App(
         name="shardwright",
         help="Plans DeepSpeed and Accelerate training, proves the plan, and runs it.",
         version=__version__,
-        config=sources or Sources(_COMMANDS),
+        config=Sources(_COMMANDS),
         default_parameter=Parameter(negative_iterable="", env_var_split=lambda _, text: [text]),
     )
     for name, (target, summary) in _COMMANDS.items():
@@ -55,8 +55,7 @@ def build_app(sources: Sources | None = None) -> App:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 does not fit, 4 refused input."""
     try:
-        sources = Sources(_COMMANDS)
-        command, bound = resolve(build_app(sources), sources, arguments)
+        command, bound = resolve(build_app(), arguments)
         result = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0

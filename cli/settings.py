@@ -155,13 +155,14 @@ def _unknown(name: str, options: Iterable[str], where: str) -> Fault:
     return unknown_fault(name, options, where=where)
 
 
-def resolve(app: App, sources: Sources, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundArguments]:
+def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundArguments]:
     """Return the command that the tokens name, and its parameters from all sources.
 
     Raises:
         UsageError: everything wrong with its settings, from whatever source.
         CycloptsError: a command or flag cannot be told from the tokens.
     """
+    (sources,) = (source for source in app.config if isinstance(source, Sources))
     try:
         command, bound, unused, _ = app.parse_known_args(list(tokens))
     except CycloptsError as error:
@@ -170,7 +171,7 @@ def resolve(app: App, sources: Sources, tokens: Sequence[str]) -> tuple[Callable
             spelled = _plain_switch(error, tokens)
             if spelled is None:
                 raise
-            return resolve(app, sources, spelled)
+            return resolve(app, spelled)
         faults = sources.faults + _conversion_faults(sources.arguments)
         raise UsageError(faults + _unused_faults(error.unused_tokens, sources)) from error
     faults = sources.faults + _unused_faults(unused, sources)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from shardwright.cli.main import _COMMANDS, build_app, run
-from shardwright.cli.settings import Sources, resolve
+from shardwright.cli.settings import resolve
 from shardwright.ds_configs.specs.settings import Settings
 
 COMMANDS = [*((name,) for name in _COMMANDS if name != "configs"), ("configs", "ls"), ("configs", "cp")]
@@ -38,7 +38,7 @@ Stated = Mapping[str, str]
 
 def options_of(command: tuple[str, ...]) -> dict[str, Argument]:
     """Return the options of a command by name; what names a file is none."""
-    app = build_app(Sources(_COMMANDS))
+    app = build_app()
     for word in command:
         app = app[word]
     found = {}
@@ -96,7 +96,6 @@ def resolved(command: tuple[str, ...], **stated: Stated) -> dict[str, Any]:
         tokens.append(f"--{name.replace('_', '-')}={text}")
     if by_source[Source.FILE]:
         tokens.append("--config=settings.yaml")
-    sources = Sources(_COMMANDS)
     content = yaml.safe_dump(dict(by_source[Source.FILE])).encode()
     with (
         patch.dict(os.environ, environment, clear=True),
@@ -104,7 +103,7 @@ def resolved(command: tuple[str, ...], **stated: Stated) -> dict[str, Any]:
         patch("shardwright.ds_configs.quantization.recipe.read_small_file", lambda *_, **__: content),
         patch("shardwright.ds_configs.quantization.recipe.Path.is_file", lambda _: True),
     ):
-        _, bound = resolve(build_app(sources), sources, tokens)
+        _, bound = resolve(build_app(), tokens)
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if not isinstance(value, Settings):
