@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
 _MADE = "Made by `make readme` from the code; do not edit.\n"
 _SOURCES = """
-Hyphen and underscore are both accepted. Where a command has `--config`, the same names are keys of that YAML file,
+Hyphen and underscore are both accepted. The same names are keys of the YAML file of `--config`,
 and each option is a variable too: `--seq-len` of `plan` is `SHARDWRIGHT_PLAN_SEQ_LEN`.
-Defaults < file < environment < flag.
+Defaults < file < environment < flag: [settings](../guides/settings.md).
 """
 
 

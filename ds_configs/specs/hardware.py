@@ -158,6 +158,9 @@ def parse_overrides(*, host_memory: str | None = None, nvme: str | None = None) 
 
 
 def _positive_bytes(text: str, where: str, faults: list[Fault]) -> int:
+    if re.fullmatch(r"[\d. ]+", text):
+        faults.append(Fault(where=where, value=text, rule="has no unit", fix=f"write {text.strip()}GB"))
+        return 0
     try:
         count = parse_bytes(text, where=where)
     except UsageError as error:

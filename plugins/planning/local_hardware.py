@@ -84,4 +84,4 @@ def _with_size(nvme: str | None) -> str | None:
     path = Path(nvme).absolute()
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise UsageError(Fault(where="nvme", value=nvme, rule="must be a directory that can be written"))
-    return f"{path}:{shutil.disk_usage(path).free}"
+    return f"{path}:{shutil.disk_usage(path).free}B"

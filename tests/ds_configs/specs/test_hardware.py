@@ -116,6 +116,8 @@ def test_overrides_state_memory_and_nvme() -> None:
             parse_overrides(nvme=bad)
     with pytest.raises(UsageError, match="at least one byte"):
         parse_overrides(host_memory="0GB")
+    with pytest.raises(UsageError, match="host_memory = '80': has no unit; write 80GB"):
+        parse_overrides(host_memory="80", nvme="/nvme:1TB")
 
 
 def test_more_of_the_same_machines_keep_their_memory() -> None:
