@@ -16,6 +16,7 @@ from typing import Any
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..safetensors.reading import check_names, checkpoint_files, read_checkpoint
+from .time_limit import within_limit
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -97,14 +98,17 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
-        if HF_HUB_OFFLINE:
-            file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
-            return _hub_source(model, _commit_of(Path(file)), Path(file), None)
+    def ask() -> ModelSource:
         sha = HfApi().model_info(model, revision=revision).sha
         file = hf_hub_download(model, "config.json", revision=revision)
         commit = _commit_of(Path(file)) or sha
         return _hub_source(model, commit, Path(file), _hub_checkpoint_parameters(model, commit))
+
+    try:
+        if HF_HUB_OFFLINE:
+            file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
+            return _hub_source(model, _commit_of(Path(file)), Path(file), None)
+        return within_limit(ask, f"model {model}")
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
         if isinstance(error, ShardwrightError):
             raise

@@ -13,6 +13,7 @@ from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
 from ...ds_configs.specs.dimensions import Dimensions
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ..huggingface_hub.hub import ModelSource, read_model_source
+from ..huggingface_hub.time_limit import fetch_snapshot
 from ..safetensors.reading import checkpoint_files, read_checkpoint
 from ..transformers.finite_weights import nonfinite_weights
 from ..transformers.meta_model import build_meta_model, model_spec_from_meta
@@ -216,10 +217,8 @@ def _load_with_linear_experts(model_class: Any, where: str, named: Mapping[str, 
 def _snapshot(source: ModelSource) -> Path:
     if source.revision is None:
         return Path(source.name)
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(source.name, revision=source.revision, allow_patterns=list(_FILES)))
+        return fetch_snapshot(source.name, revision=source.revision, patterns=_FILES)
     except Exception as error:
         # Whatever the connection, the cache or the disk raises.
         raise ShardwrightError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
+from ...plugins.huggingface_hub.time_limit import fetch_snapshot
 from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.transformers.sound_model import loading_faults, refuse_code
 from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
@@ -129,11 +130,9 @@ def local_directory(subject: Subject) -> Path:
     """
     if subject.source.revision is None:
         return Path(subject.source.name)
-    from huggingface_hub import snapshot_download
-
     name = subject.source.name
     try:
-        found = Path(snapshot_download(name, revision=subject.source.revision, allow_patterns=list(_FILES)))
+        found = fetch_snapshot(name, revision=subject.source.revision, patterns=_FILES)
     except Exception as error:
         # Whatever the connection, the cache or the disk raises.
         raise ShardwrightError(

@@ -12,6 +12,7 @@ from ....ds_configs.plan.write import write_files
 from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.quantization.mixtures import mixture_quantization_config
 from ....ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ....plugins.huggingface_hub.time_limit import fetch_snapshot
 from ....plugins.safetensors.writing import save_tensors
 from ...formats.model_directory import COMPANIONS, copy_companions
 
@@ -99,10 +100,8 @@ def _source_directory(root: Any, source: str | Path | None) -> Path | None:
         return Path(stated).expanduser()
     if source is None:
         return None
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(stated, allow_patterns=list(COMPANIONS)))
+        return fetch_snapshot(stated, patterns=COMPANIONS)
     except Exception as error:
         # Whatever the connection, the cache or the disk raises.
         raise ShardwrightError(f"source = {stated!r}: cannot be fetched ({type(error).__name__}: {error})") from None

@@ -1,0 +1,52 @@
+"""Every fault against every engine or command, and the table of what became of it: `python -m faults --help`.
+
+    cd tests && python -m faults kills --write ../docs/measurements/reliability.json
+
+Results go into a JSON file, part by part, from which `python -m faults page` makes docs/measurements/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "distributed")]
+
+from faults import campaigns, page  # noqa: E402
+
+_DOCS = Path(__file__).parent.parent.parent / "docs" / "measurements"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m faults", description="Break runs on purpose.", allow_abbrev=False)
+    parser.add_argument("part", choices=(*campaigns.PARTS, "page"))
+    parser.add_argument("--engines", nargs="+", default=list(campaigns.ENGINES), choices=campaigns.ENGINES)
+    parser.add_argument("--results", type=Path, default=_DOCS / "reliability.json", metavar="FILE.json")
+    flags = parser.parse_args()
+    if flags.part == "page":
+        (_DOCS / "reliability.md").write_text(page.text(json.loads(flags.results.read_text())), encoding="utf-8")
+        return 0
+    directory = Path(tempfile.mkdtemp(prefix="faults-"))
+    began = time.monotonic()
+    try:
+        rows = campaigns.run(flags.part, directory, flags.engines)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    seconds = round(time.monotonic() - began)
+    known = json.loads(flags.results.read_text()) if flags.results.exists() else {}
+    known[flags.part] = {"seconds": seconds, "rows": rows}
+    flags.results.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    unexpected = [row for row in rows if not row["expected"]]
+    print(f"{flags.part}: {len(rows)} faults in {seconds} s, {len(unexpected)} not as expected")
+    for row in unexpected:
+        print(json.dumps(row))
+    return int(bool(unexpected))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

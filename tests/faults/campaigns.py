@@ -1,0 +1,247 @@
+"""The parts of the table: each tries its faults and says of every one what was expected and what happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from warm_ranks import RanksFailedError
+
+from faults.broken_checkpoints import DAMAGES, REFUSED
+from faults.broken_models import BROKEN, NAMES_KERNEL, READS_NO_WEIGHTS, SEEN_IN_DATA, broken_copy
+from faults.hostile_hub import FAULTS as HUB_FAULTS
+from faults.hostile_hub import hostile_hub
+from faults.injection import LOG, Fault
+from faults.layouts import ENGINES, STEPS, Workshop, losses_of
+
+Row = dict[str, Any]
+SAVED_AT = 4
+TOLERANCE = 1e-6
+_HUB_SECONDS = 90
+_SHIM = Path(__file__).with_name("file_operations.c")
+
+
+@contextmanager
+def _session(directory: Path) -> Iterator[None]:
+    """Warm processes in which file operations can be broken."""
+    import session
+
+    shim = directory / "file_operations.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shim), str(_SHIM), "-ldl"], check=True)
+    os.environ["LD_PRELOAD"] = str(shim)
+    try:
+        opened = session.open_session()
+    finally:
+        del os.environ["LD_PRELOAD"]
+    try:
+        yield
+    finally:
+        opened.close()
+
+
+def run(part: str, directory: Path, engines: Sequence[str]) -> list[Row]:
+    """Try the faults of a part; progress goes to stderr."""
+    rows = []
+    with _session(directory):
+        workshop = Workshop(directory / "workshop")
+        for row in PARTS[part](workshop, engines):
+            rows.append(row)
+            mark = "as expected" if row["expected"] else "NOT AS EXPECTED"
+            print(f"{len(rows)} {row['where']} {row['fault']}: {row['happened']} ({mark})", file=sys.stderr, flush=True)
+    return rows
+
+
+def _whole(workshop: Workshop, engine: str) -> list[float]:
+    output = workshop.directory / "whole" / engine
+    if not (output / "losses.json").exists():
+        workshop.run(engine, output)
+    return losses_of(output)
+
+
+def _resumed(workshop: Workshop, engine: str, output: Path) -> tuple[bool, str]:
+    """Go on after a fault, and compare every loss with the run that had none."""
+    whole = _whole(workshop, engine)
+    try:
+        told = workshop.run(engine, output, flags=("--resume",))
+    except RanksFailedError as error:
+        return False, f"resume failed: {str(error).splitlines()[0][:80]} {_last_line(error.output)}"
+    losses = losses_of(output)
+    difference = max((abs(a - b) for a, b in zip(losses, whole[len(whole) - len(losses) :], strict=True)), default=0.0)
+    start = "step 0" if "training begins at step 0" in told else f"checkpoint-{STEPS - len(losses)}"
+    return difference <= TOLERANCE, f"resumed from {start}, largest difference {difference:.1e}"
+
+
+def _last_line(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.startswith("rank ")), "")[:160]
+
+
+def kills(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """A kill in the middle of each file operation of a save, on the rank that does it."""
+    for engine in engines:
+        for rank in (0, 1):
+            log = workshop.directory / f"{engine}-{rank}.log"
+            counting = Fault(kind="file-kill", phase="save", step=SAVED_AT, rank=rank)
+            environment = counting.environment | {LOG: str(log)}
+            workshop.run(engine, workshop.directory / f"counted-{engine}-{rank}", environment=environment)
+            operations = log.read_text().split()
+            for at in _chosen(operations):
+                fault = Fault(kind="file-kill", phase="save", step=SAVED_AT, rank=rank, at=at)
+                name = f"kill in operation {at} of {len(operations)} ({operations[at - 1]})"
+                yield _broken_save(workshop, engine, fault, name, "SIGKILL")
+
+
+def full_disks(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """A disk that is full, or fails, from some operation of a save on."""
+    for engine in engines:
+        for kind, at in (("file-enospc", 1), ("file-enospc", 4), ("file-enospc", 9), ("file-eio", 6)):
+            fault = Fault(kind=kind, phase="save", step=SAVED_AT, rank=0, at=at)
+            yield _broken_save(
+                workshop, engine, fault, f"{kind.removeprefix('file-').upper()} from operation {at} on", ""
+            )
+
+
+def _chosen(operations: Sequence[str]) -> list[int]:
+    """Return every operation, but of a run of equal ones the first, the second and the last."""
+    chosen = []
+    for at, name in enumerate(operations, start=1):
+        first = at == 1 or operations[at - 2] != name
+        second = at == 2 or (at > 2 and operations[at - 3] != name)
+        last = at == len(operations) or operations[at] != name
+        if first or second or last:
+            chosen.append(at)
+    return chosen
+
+
+def _broken_save(workshop: Workshop, engine: str, fault: Fault, name: str, expected: str) -> Row:
+    output = workshop.directory / "broken"
+    shutil.rmtree(output, ignore_errors=True)
+    try:
+        workshop.run(engine, output, environment=fault.environment)
+        ended, broke = "the run went on", False
+    except RanksFailedError as error:
+        ended, broke = str(error).split(":")[0], expected in str(error)
+    went_on, happened = _resumed(workshop, engine, output)
+    where = f"{engine}, rank {fault.rank}"
+    return {"where": where, "fault": name, "happened": f"{ended}; {happened}", "expected": broke and went_on}
+
+
+def signals(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """SIGTERM and SIGINT to one of the ranks."""
+    for engine in engines:
+        for kind, code in (("sigterm", 143), ("sigint", 130)):
+            for rank in (0, 1):
+                output = workshop.directory / "signalled"
+                shutil.rmtree(output, ignore_errors=True)
+                try:
+                    fault = Fault(kind=kind, phase="step", step=3, rank=rank)
+                    workshop.run(engine, output, environment=fault.environment, timeout_seconds=60)
+                    ended, right = "the run went on", False
+                except RanksFailedError as error:
+                    ended, right = str(error).split(":")[0], f"exit code {code}" in str(error)
+                went_on, happened = _resumed(workshop, engine, output)
+                right = right and "checkpoint-3" in happened
+                row = {"where": engine, "fault": f"{kind.upper()} to rank {rank} in step 3"}
+                yield row | {"happened": f"{ended}; {happened}", "expected": right and went_on}
+
+
+def checkpoints(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """Damages of the newest checkpoint: it is skipped for the one before, or refused by name."""
+    for engine in engines:
+        _whole(workshop, engine)
+        for name, damage in DAMAGES.items():
+            output = workshop.directory / "damaged"
+            shutil.rmtree(output, ignore_errors=True)
+            shutil.copytree(workshop.directory / "whole" / engine, output)
+            damage(output / f"checkpoint-{STEPS}")
+            went_on, happened = _resumed(workshop, engine, output)
+            right = went_on and "checkpoint-4" in happened
+            if name in REFUSED:
+                right = "exit code 2" in happened and "resume:" in happened
+            yield {"where": engine, "fault": name.replace("_", " "), "happened": happened, "expected": right}
+
+
+def models(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """Models that no command may take, against every command that takes one."""
+    del engines
+    sound = workshop.model
+    for name in BROKEN:
+        directory = broken_copy(sound, name, workshop.directory / "broken-models")
+        for command, arguments in _commands(workshop, directory).items():
+            done = _shardwright(arguments)
+            refused = done.returncode in (2, 4) and "Traceback" not in done.stderr
+            unseen = command in READS_NO_WEIGHTS and name in (*SEEN_IN_DATA, *NAMES_KERNEL)
+            lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+            told = (lines or done.stderr.strip().splitlines() or [""])[0].replace(str(workshop.directory), "")[:110]
+            happened = f"exit {done.returncode}" + (f": {told}" if done.returncode else "")
+            right = (refused or (unseen and done.returncode == 0)) and not (directory / "ran").exists()
+            yield {"where": command, "fault": name.replace("_", " "), "happened": happened, "expected": right}
+
+
+def _commands(workshop: Workshop, model: Path) -> Mapping[str, Sequence[str]]:
+    text = str(workshop.directory / "text.txt")
+    output = workshop.directory / "out"
+    shutil.rmtree(output, ignore_errors=True)
+    data = ("--dataset", text, "--seq-len", "32", "--output-dir", str(output))
+    steps = ("--hardware", "2xCPU", "--max-steps", "1", "--evaluation-samples", "2")
+    sound = str(workshop.model)
+    train = ("-m", "shardwright.trainers.train_causal_lm", "--model", str(model), "--text", text, "--max-steps", "1")
+    return {
+        "plan": ("-m", "shardwright", "plan", str(model), "--hardware", "2xCPU"),
+        "train": (*train, "--seq-len", "32", "--output-dir", str(output)),
+        "distill (teacher)": ("-m", "shardwright", "distill", str(model), sound, *data, *steps),
+        "distill (student)": ("-m", "shardwright", "distill", sound, str(model), *data, *steps),
+        "cache-teacher": ("-m", "shardwright", "cache-teacher", str(model), *data),
+        "student": ("-m", "shardwright", "student", str(model), "--layers", "1", "--output-dir", str(output)),
+        "quantize": ("-m", "shardwright", "quantize", str(model), "--scheme", "W8A16", "--output-dir", str(output)),
+        "qat": ("-m", "shardwright", "qat", str(model), "--scheme", "W8A16", *data, *steps),
+        "evaluate": ("-m", "shardwright", "evaluate", str(model), "--text", text, "--seq-len", "32"),
+    }
+
+
+def _shardwright(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [os.environ["PYTHON_EXEC"], *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", "did not end within 300 s")
+
+
+def hub(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """A Hub that misbehaves, asked by `plan`; the interpreter is a cold one, as users have it."""
+    del engines
+    for fault in HUB_FAULTS:
+        with hostile_hub(fault) as address:
+            home = workshop.directory / "hub" / fault
+            kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+            environment = kept | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+            command = [sys.executable, "-m", "shardwright", "plan", "org/model", "--hardware", "2xCPU"]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=_HUB_SECONDS, env=environment, check=False
+                )
+            except subprocess.TimeoutExpired:
+                yield {"where": "plan", "fault": fault, "happened": "hangs", "expected": False}
+                continue
+        lines = done.stderr.strip().splitlines() or [""]
+        waited = any(line.startswith("waiting for the Hub") for line in lines)
+        silent = fault in ("silence", "drip")
+        right = done.returncode in (1, 2, 4) and "Traceback" not in done.stderr and (waited or not silent)
+        told = f"exit {done.returncode}: {lines[-1][:150]}" + (" (told of waiting)" if waited else "")
+        yield {"where": "plan", "fault": fault, "happened": told, "expected": right}
+
+
+PARTS: dict[str, Callable[[Workshop, Sequence[str]], Iterator[Row]]] = {
+    "kills": kills,
+    "disks": full_disks,
+    "signals": signals,
+    "checkpoints": checkpoints,
+    "models": models,
+    "hub": hub,
+}
+__all__ = ["ENGINES", "PARTS", "run"]

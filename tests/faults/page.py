@@ -1,0 +1,73 @@
+"""The page of the table: what was broken, where, how often, and what became of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TITLES = {
+    "kills": "Kills in the middle of a file operation of a save",
+    "disks": "Full and failing disks while saving",
+    "signals": "Signals to one rank",
+    "checkpoints": "Damaged checkpoints",
+    "models": "Broken models",
+    "hub": "A Hub that misbehaves",
+}
+_HEAD = """# What is lost when something breaks
+
+Every row was really tried, by `python -m faults PART` in `tests/` (`python -m faults page` writes this page). One question
+decides: the losses of the run without the fault, to 1e-6, or a refusal that names the fault. Runs are `train_causal_lm` on
+two CPU ranks, with {steps} steps and a checkpoint after every second one; `kills` ends a rank at a file operation of the
+save of step 4, seen below Python by a preloaded library, with half of a write on its way.
+"""
+
+
+def text(results: Mapping[str, Mapping[str, Any]], *, steps: int = 6) -> str:
+    """Return the page of results, part by part."""
+    parts = [_HEAD.format(steps=steps), _summary(results)]
+    for part, title in TITLES.items():
+        if part in results:
+            parts.append(_section(title, part, results[part]["rows"]))
+    return "\n".join(parts)
+
+
+def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["| part | faults | as expected | seconds |", "|---|---|---|---|"]
+    for part, title in TITLES.items():
+        if part in results:
+            rows = results[part]["rows"]
+            good = sum(row["expected"] for row in rows)
+            lines.append(f"| {title.lower()} (`{part}`) | {len(rows)} | {good} | {results[part]['seconds']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(title: str, part: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    if part == "kills":
+        return f"## {title}\n\n{_kills(rows)}"
+    lines = ["| where | fault | what happened | |", "|---|---|---|---|"]
+    lines += [f"| {row['where']} | {row['fault']} | {_cell(row['happened'])} | {_mark(row)} |" for row in rows]
+    return f"## {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def _kills(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Kills by engine and rank; those that were not as expected one by one."""
+    lines = ["| where | kills | kinds of operations | resumed from | largest difference |", "|---|---|---|---|---|"]
+    for where in dict.fromkeys(row["where"] for row in rows):
+        own = [row for row in rows if row["where"] == where]
+        kinds = sorted({row["fault"].split("(")[-1].rstrip(")") for row in own})
+        starts = Counter(row["happened"].split("resumed from ")[-1].split(",")[0] for row in own)
+        largest = max(row["happened"].split("difference ")[-1] for row in own)
+        shown = ", ".join(f"{start} {count}x" for start, count in sorted(starts.items()))
+        lines.append(f"| {where} | {len(own)} | {', '.join(kinds)} | {shown} | {largest} |")
+    bad = [row for row in rows if not row["expected"]]
+    lines += ["", *(f"- not as expected: {row['where']}, {row['fault']}: {row['happened']}" for row in bad)]
+    return "\n".join(lines) + "\n"
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    return "ok" if row["expected"] else "**not as expected**"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
