@@ -16,10 +16,11 @@ TITLES = {
 }
 _HEAD = """# What is lost when something breaks
 
-Every row was really tried, by `python -m faults PART` in `tests/` (`python -m faults page` writes this page). One question
-decides: the losses of the run without the fault, to 1e-6, or a refusal that names the fault. Runs are `train_causal_lm` on
-two CPU ranks, with {steps} steps and a checkpoint after every second one; `kills` ends a rank at a file operation of the
-save of step 4, seen below Python by a preloaded library, with half of a write on its way.
+Every row was really tried, by `python -m faults PART` in `tests/` (`python -m faults page` writes this page).
+One question decides: the losses of the run without the fault, to 1e-6, or a refusal that names the fault. Runs
+are `train_causal_lm` on two CPU ranks, with {steps} steps and a checkpoint after every second one; `kills` ends
+a rank at a file operation of the save of step 4, seen below Python by a preloaded library, with half of a write
+on its way.
 """
 
 
