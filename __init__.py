@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .trainers.qat.command.run import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
+    from .trainers.training.run import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "quantize",
     "rehearse",
     "student",
+    "train",
 ]
 
 _HOMES = {
@@ -49,6 +51,7 @@ _HOMES = {
     "quantize": ".trainers.quantization.run",
     "rehearse": ".trainers.rehearsal.rehearse",
     "student": ".trainers.distillation.student.run",
+    "train": ".trainers.training.run",
 }
 
 

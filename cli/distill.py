@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..trainers.distillation.command.run_files import DistillSettings
 from .options import TrainingOptions
-from .progress import lines_at_times, note, progress_on_stderr
+from .progress import note
 from .settings import FILLED, Options, grouped
-from .training_shown import show_dry_run
+from .training_shown import launched_command
 
 if TYPE_CHECKING:
+    from ..trainers.distillation.command.run_inputs import PreparedDistillation
     from ..trainers.distillation.command.run_report import DistillationOutcome
 
 
@@ -41,23 +39,11 @@ def distill_command(
         Hub id or directory, or a config.json for random weights.
     """
     from ..trainers.distillation.command.run_inputs import prepare_distillation
-    from ..trainers.runs.run import run_training
 
-    output_dir, as_json = options.output_dir, options.as_json
-    # Libraries that log to stdout must not stand in the report.
-    with redirect_stdout(sys.stderr):
-        prepared = prepare_distillation(settings, teacher, student, output_dir, notify=note, **options.how)
-    if options.dry_run:
-        files = [output_dir / name for name in prepared.file_names]
-        show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json)
-        return 0
-    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", lines_at_times()) as on_progress:
-        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_progress=on_progress)
-    if as_json:
-        print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
-    else:
-        show_distillation(outcome, output_dir)
-    return 0
+    def prepare() -> PreparedDistillation:
+        return prepare_distillation(settings, teacher, student, options.output_dir, notify=note, **options.how)
+
+    return launched_command(prepare, options, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:

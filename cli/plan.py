@@ -14,42 +14,18 @@ from ..ds_configs.plan.plan import Plan, PlanDoesNotFitError
 from ..ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
 from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.hardware import HardwareSpec
-from ..ds_configs.specs.job import AXIS_FIELDS, LossImplementation, Method, Precision, TrainingJob
+from ..ds_configs.specs.job import LossImplementation, Method, Precision, TrainingJob
 from ..ds_configs.specs.model import ModelSpec
-from ..ds_configs.specs.settings import HardwareSettings, Settings, TrainingSettings
+from ..ds_configs.specs.settings import HardwareSettings, LayoutSettings, TeacherPlacementSettings, TrainingSettings
 from .options import WriteOptions
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from .tensor_layouts import ComparedLayouts
 
-Size = int | Literal["auto"]
-
-
-class LayoutSettings(Settings):
-    """Ranks that share a model, by axis."""
-
-    group = "Parallel layout"
-
-    tensor_parallel_size: Size = Field("auto", description="Ranks that share each layer (AutoTP), 1 for none, or auto")
-    pipeline_parallel_size: Size = Field("auto", description="Pipeline stages, 1 for none, or auto")
-    sequence_parallel_size: Size = Field(
-        "auto", description="Ranks that share each sequence (Ulysses), 1 for none, or auto"
-    )
-    context_parallel_size: Size = Field(
-        "auto", description="Ranks that share each sequence (torch context parallelism, FSDP2), 1 for none, or auto"
-    )
-    expert_parallel_size: Size = Field(
-        "auto", description="Ranks that share the experts of each layer (AutoEP), 1 for none, or auto"
-    )
-    zero_quantized_weights: bool = Field(False, description="ZeRO++ qwZ: ZeRO-3 gathers weights in int8")
-    zero_quantized_gradients: bool = Field(
-        False, description="ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes"
-    )
-
 
 @grouped
-class PlanSettings(LayoutSettings, TrainingSettings, HardwareSettings):
+class PlanSettings(LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
     """Every setting of a plan."""
 
     group = "Training"
@@ -202,10 +178,6 @@ def _show_settings(settings: PlanSettings) -> None:
     show_settings(settings.model_dump(), settings.origins())
 
 
-def _chosen(size: int | Literal["auto"]) -> int | None:
-    return None if size == "auto" else size
-
-
 def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> TrainingJob:
     """Return the training job that the settings describe.
 
@@ -217,9 +189,8 @@ def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> Trai
         raise UsageError(Fault(where="teacher_placement", value=settings.teacher_placement, rule=rule, fix=fix))
     return TrainingJob(
         seq_len_tokens=settings.seq_len,
-        **{name: _chosen(getattr(settings, name)) for name in ("micro_batch_size", *AXIS_FIELDS)},
-        zero_quantized_weights=settings.zero_quantized_weights,
-        zero_quantized_gradients=settings.zero_quantized_gradients,
+        micro_batch_size=None if settings.micro_batch_size == "auto" else settings.micro_batch_size,
+        **settings.layout(),
         global_batch_size=settings.global_batch_size,
         precision=settings.precision,
         optimizer=settings.optimizer,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +11,9 @@ from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.yaml_file import read_small_file, yaml_mapping
 from ..trainers.qat.command.request import QATSettings
 from .options import TrainingOptions
-from .progress import lines_at_times, note, progress_on_stderr
+from .progress import note
 from .settings import FILLED, Options, grouped
-from .training_shown import show_dry_run
+from .training_shown import launched_command
 
 if TYPE_CHECKING:
     from ..trainers.qat.command.inputs import PreparedQAT
@@ -61,36 +58,24 @@ def qat_command(
         Hub id or directory; weights are read from safetensors.
     """
     from ..trainers.qat.command.inputs import prepare_qat
-    from ..trainers.runs.run import run_training
 
-    output_dir, as_json = options.output_dir, options.as_json
-    # Libraries that log to stdout must not stand in the report.
-    with redirect_stdout(sys.stderr):
-        prepared = prepare_qat(settings, model, output_dir, notify=note, **options.how)
-    if options.dry_run:
-        _show_prepared(prepared, output_dir, as_json=as_json)
-        return 0
-    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", lines_at_times()) as on_progress:
-        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_progress=on_progress)
-    if as_json:
-        print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
-    else:
-        show_qat(outcome, output_dir)
-    return 0
+    def prepare() -> PreparedQAT:
+        return prepare_qat(settings, model, options.output_dir, notify=note, **options.how)
+
+    return launched_command(prepare, options, show_qat, _described)
 
 
-def _show_prepared(prepared: PreparedQAT, output_dir: Path, *, as_json: bool) -> None:
+def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
+    """Return what a dry run shows of the quantization."""
     scheme, calibrates = prepared.config.rounded_scheme, prepared.needs_calibration
-    more: dict[str, Any] = {
+    if as_json:
+        layers = [layer.name for layer in prepared.layers]
+        return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers, "calibration": calibrates}
+    return {
         "scheme": f"{scheme.name}, {scheme.format}",
         "layers": f"{len(prepared.layers)} are quantized",
         "calibration": "before training" if calibrates else "none needed",
     }
-    if as_json:
-        layers = [layer.name for layer in prepared.layers]
-        more = {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers, "calibration": calibrates}
-    files = [output_dir / name for name in prepared.file_names]
-    show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
 
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:

@@ -1,16 +1,60 @@
-"""Output of a dry run, for the commands that launch a training."""
+"""What every command that launches a training does around it: a dry run, progress, and the outcome."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .options import TrainingOptions
+from .progress import lines_at_times, note, progress_on_stderr
 
 if TYPE_CHECKING:
     from ..ds_configs.plan.plan import Plan
     from ..trainers.data.samples import Samples
+    from ..trainers.runs.report import LaunchedOutcome
+    from ..trainers.runs.run import PreparedTraining
     from ..trainers.runs.settings import LaunchedSettings
+
+Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
+
+
+def launched_command(
+    prepare: Callable[[], PreparedTraining[Outcome]],
+    options: TrainingOptions,
+    show: Callable[[Outcome, Path], None],
+    describe: Callable[..., dict[str, Any]] = lambda prepared, as_json: {},
+) -> int:
+    """Run a training from its preparation to what is printed, and return the exit code.
+
+    Args:
+        prepare: Checks everything.
+        options: How the run begins and what it prints.
+        show: Prints an outcome for people.
+        describe: Returns what a dry run shows beside settings, plan and data; receives the prepared training and
+            `as_json`.
+    """
+    from ..trainers.runs.run import run_training
+
+    output_dir, as_json = options.output_dir, options.as_json
+    # Libraries that log to stdout must not stand in the report.
+    with redirect_stdout(sys.stderr):
+        prepared = prepare()
+    if options.dry_run:
+        files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
+        show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
+        return 0
+    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", lines_at_times()) as on_progress:
+        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_progress=on_progress)
+    if as_json:
+        print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
+    else:
+        show(outcome, output_dir)
+    return 0
 
 
 def show_dry_run(

@@ -112,6 +112,8 @@ Numbers = Annotated[tuple[int, ...], BeforeValidator(lambda value: _items(value,
 """Whole numbers, likewise."""
 Decimals = Annotated[tuple[float, ...], BeforeValidator(lambda value: _items(value, _words))]
 """Numbers, likewise."""
+Size = int | Literal["auto"]
+"""Ranks of an axis."""
 Paths = Annotated[tuple[Path, ...], BeforeValidator(lambda value: _items(value, lambda text: [text]))]
 """Paths; as they may hold commas, several are a list, or a flag that is repeated."""
 JoinedNames = Annotated[str, BeforeValidator(_joined)]
@@ -149,10 +151,44 @@ class TrainingSettings(Settings):
     offload: OffloadName = Field(
         "auto", description="Where optimizer states, and with cpu-all also parameters, may live"
     )
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+
+class TeacherPlacementSettings(Settings):
+    """The option of a planned training that may have a teacher."""
+
+    group = "Training"
+
     teacher_placement: TeacherPlacementChoice = Field(
         "auto", description="replica (whole on every rank), sharded, offloaded (host memory), quantized (4 bit), cached"
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+
+class LayoutSettings(Settings):
+    """Ranks that share a model, by axis."""
+
+    group = "Parallel layout"
+
+    tensor_parallel_size: Size = Field("auto", description="Ranks that share each layer (AutoTP), 1 for none, or auto")
+    pipeline_parallel_size: Size = Field("auto", description="Pipeline stages, 1 for none, or auto")
+    sequence_parallel_size: Size = Field(
+        "auto", description="Ranks that share each sequence (Ulysses), 1 for none, or auto"
+    )
+    context_parallel_size: Size = Field(
+        "auto", description="Ranks that share each sequence (torch context parallelism, FSDP2), 1 for none, or auto"
+    )
+    expert_parallel_size: Size = Field(
+        "auto", description="Ranks that share the experts of each layer (AutoEP), 1 for none, or auto"
+    )
+    zero_quantized_weights: bool = Field(False, description="ZeRO++ qwZ: ZeRO-3 gathers weights in int8")
+    zero_quantized_gradients: bool = Field(
+        False, description="ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes"
+    )
+
+    def layout(self) -> dict[str, Any]:
+        """Return these options as fields of `TrainingJob`, in which `None` is left to the planner."""
+        found = {name: getattr(self, name) for name in LayoutSettings.model_fields}
+        return {name: None if value == "auto" else value for name, value in found.items()}
 
 
 def settings_of(kind: type[Kind], stated: Mapping[str, Any]) -> Kind:

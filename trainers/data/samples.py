@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import Fault, UsageError
@@ -71,6 +72,7 @@ def load_samples(
     revision: str | None = None,
     seed: int = 0,
     evaluation_fraction: float = 0.05,
+    text_column: str | None = None,
 ) -> Samples:
     """Read a dataset and turn it into samples.
 
@@ -83,8 +85,8 @@ def load_samples(
     single document is divided in itself.
 
     Args:
-        source: `ID[:config][#N]` of the Hub, a `.jsonl`, `.json`, `.parquet` or `.txt` file, a directory of such, or
-            `python-help`.
+        source: `ID[:config][#N]` of the Hub, a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file, a directory of
+            such, or `python-help`.
         tokenizer: Splits the text, and renders conversations.
         seq_len: Longest sample in tokens.
         packing: Whether plain text is joined.
@@ -93,6 +95,7 @@ def load_samples(
         revision: Branch, tag or commit of a Hub dataset.
         seed: Chooses the rows to hold out.
         evaluation_fraction: Share of rows to hold out, 0 to below 1; 0 holds nothing out.
+        text_column: Column that is read as `text`; then no other is looked at.
 
     Raises:
         UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked.
@@ -100,7 +103,9 @@ def load_samples(
     where = parse_source(source)
     if limit is not None:
         where = replace(where, limit=limit if where.limit is None else min(limit, where.limit))
-    rows = list(read_rows(where, split=split, revision=revision))
+    rows: list[Row] = list(read_rows(where, split=split, revision=revision))
+    if text_column is not None:
+        rows = _only_text(source, rows, text_column)
     kind = _kind(source, rows)
     filled = [row for row in rows if _has_text(row, kind)]
     if not filled:
@@ -159,6 +164,15 @@ class _Dropped:
 _Maker = Callable[[Sequence[Row]], tuple[list[Sample], _Dropped]]
 
 
+def _only_text(source: str, rows: list[Row], column: str) -> list[Row]:
+    known = list(rows[0]) if rows else []
+    if rows and column not in known:
+        near = get_close_matches(column, known, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+        raise UsageError(Fault(where="text_column", value=column, rule=f"is no column of {source}", fix=fix))
+    return [{"text": row.get(column)} for row in rows]
+
+
 def _kind(source: str, rows: Sequence[Row]) -> Kind:
     if not rows:
         raise UsageError(Fault(where="dataset", value=source, rule="has no rows"))
@@ -170,7 +184,7 @@ def _kind(source: str, rows: Sequence[Row]) -> Kind:
     if "text" in columns:
         return "text"
     rule = f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, or prompt and completion; it has {', '.join(columns)}"
-    raise UsageError(Fault(where="dataset", value=source, rule=rule))
+    raise UsageError(Fault(where="dataset", value=source, rule=rule, fix="name one with --text-column"))
 
 
 def _messages(row: Row) -> Any:

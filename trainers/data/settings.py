@@ -14,9 +14,10 @@ class DataSettings(Settings):
 
     dataset: str = Field(
         "",
-        description="ID[:config][#N] of the Hub, a .jsonl, .json, .parquet or .txt file, a directory of them, or "
-        "python-help. Columns: text; messages or conversations; or prompt and completion",
+        description="ID[:config][#N] of the Hub, a .jsonl, .json, .csv, .parquet or .txt file, a directory of them, "
+        "or python-help. Columns: text; messages or conversations; or prompt and completion",
     )
+    text_column: str | None = Field(None, description="Column of plain text under another name than text")
     dataset_split: str = Field("train", description="Split of a Hub dataset")
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
     seq_len: int = Field(512, ge=2, description="Tokens of one sample")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 
 PYTHON_HELP = "python-help"
 """Names the topics of Python's own help, which every installation holds."""
-SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
+SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".txt")
 
 Row = Mapping[str, Any]
 
@@ -100,7 +101,13 @@ def _files(path: Path) -> list[Path]:
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
-    read = {".json": _json_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".txt": _text_rows}[path.suffix]
+    read = {
+        ".csv": _csv_rows,
+        ".json": _json_rows,
+        ".jsonl": _jsonl_rows,
+        ".parquet": _parquet_rows,
+        ".txt": _text_rows,
+    }[path.suffix]
     try:
         yield from read(path)
     except UnicodeDecodeError as error:
@@ -109,6 +116,20 @@ def _file_rows(path: Path) -> Iterator[Row]:
 
 def _text_rows(path: Path) -> Iterator[Row]:
     yield {"text": path.read_text(encoding="utf-8")}
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines, strict=True)
+        try:
+            for row in rows:
+                where = f"{path}:{rows.line_num}"
+                if None in row or None in row.values():
+                    columns = len(rows.fieldnames or ())
+                    raise UsageError(Fault(where=where, rule=f"must have {columns} values, as the first line has"))
+                yield row
+        except csv.Error as error:
+            raise UsageError(Fault(where=f"{path}:{rows.line_num}", rule=f"is not valid CSV ({error})")) from None
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -169,6 +190,10 @@ def _hub_rows(source: Source, *, split: str, revision: str | None) -> Iterator[R
     except (ValueError, DatasetsError) as error:
         raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error))) from None
     except (OSError, RuntimeError) as error:
+        if "scripts are no longer supported" in str(error):
+            rule = "is a script, which would run code of its repository"
+            fix = "use its Parquet files: --dataset-revision refs/convert/parquet where the Hub has converted it"
+            raise UsageError(Fault(where="dataset", value=source.name, rule=rule, fix=fix)) from None
         raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({_one_line(error)})") from None
 
 

@@ -72,6 +72,7 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
         revision=settings.dataset_revision,
         seed=settings.seed,
         evaluation_fraction=settings.evaluation_fraction,
+        text_column=settings.text_column,
     )
     if not found.evaluation:
         rule = f"the {settings.evaluation_fraction:.0%} that is held out is shorter than one sample"
@@ -94,10 +95,10 @@ def evaluation_batch_size(plan: Plan, samples: int) -> int:
     return max(1, min(plan.chosen.strategy.micro_batch_size, samples // plan.hardware.world_size))
 
 
-def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **teacher: Any) -> TrainingJob:
-    """Return what is to be planned; `teacher` holds the fields of `TrainingJob` that belong to one.
+def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: Any) -> TrainingJob:
+    """Return what is to be planned; `further` holds fields of `TrainingJob`, such as those of a teacher.
 
-    Launched trainings run under data parallelism alone, whose trainers compute losses of their own.
+    Without sizes among them a training runs under data parallelism alone: trainers with losses of their own need it.
     """
     alone: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
     precision = settings.precision
@@ -117,6 +118,5 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **teacher: 
         gradient_checkpointing=settings.gradient_checkpointing,
         strategy=settings.strategy,
         offload=settings.offload,
-        **alone,
-        **teacher,
+        **(alone | further),
     )

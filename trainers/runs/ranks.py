@@ -67,12 +67,17 @@ def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine]:
     return arguments, engine
 
 
-def trained_model(name: str, settings: LaunchedSettings, arguments: Any, engine: Engine) -> Any:
-    """Return the model that is trained, with adapters in it where the method has them."""
+def trained_model(
+    name: str, settings: LaunchedSettings, arguments: Any, engine: Engine, *, for_stages: bool = False
+) -> Any:
+    """Return the model that is trained, with adapters in it where the method has them.
+
+    `for_stages` is for a pipeline, whose ranks read their own stage alone.
+    """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
     dtype = weights_dtype(arguments, method=settings.method)
-    model = load_model(source, load_config(source), dtype, arguments.seed)
-    if settings.method == "lora":
+    model = load_model(source, load_config(source), dtype, arguments.seed, for_stages=for_stages)
+    if settings.method != "full":
         fp32 = engine != "deepspeed"
         model = add_lora(model, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=fp32)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchedOutcome:
+class LaunchedOutcome(ABC):
     """A training that ended well."""
 
     plan: Plan
@@ -56,6 +57,10 @@ class LaunchedOutcome:
     """The logged steps."""
     seconds: float
     """Wall-clock seconds from the launch to the report."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
 
     def where_and_what(self, settings: LaunchedSettings) -> dict[str, Any]:
         """Return layout, settings and data as JSON values."""

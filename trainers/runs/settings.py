@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...ds_configs.plan.write import output_faults
 from ...ds_configs.specs.errors import Fault
-from ...ds_configs.specs.settings import HardwareSettings, Settings, TrainingSettings
+from ...ds_configs.specs.settings import HardwareSettings, TeacherPlacementSettings, TrainingSettings
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ..data.settings import DataSettings
 from ..losses.objective import Divergence
 from .checkpoints import last_checkpoint
 
-LEARNING_RATES = {"full": 2e-5, "lora": 2e-4}
+LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 """Of the first step after warm-up, where the user names none."""
 
 PLAN_DIRECTORY, METRICS_FILE = "plan", "metrics.jsonl"
@@ -24,7 +24,7 @@ JOB_FILE, RESULT_FILE, TOKENIZER = "job.json", "result.json", "tokenizer"
 TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
 
 
-class ObjectiveSettings(Settings):
+class ObjectiveSettings(TeacherPlacementSettings):
     """What a student learns from its teacher."""
 
     group = "Objective"
@@ -36,7 +36,7 @@ class ObjectiveSettings(Settings):
     teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
-class LaunchedSettings(ObjectiveSettings, TrainingSettings, HardwareSettings, DataSettings):
+class LaunchedSettings(TrainingSettings, HardwareSettings, DataSettings):
     """Settings that every launched training has."""
 
     group = "Training"
@@ -74,16 +74,11 @@ class LaunchedJob(RankJob):
 
     settings: LaunchedSettings = Field(description="what the user asked for")
     output_dir: str = Field(description="where the model goes")
-    placement: TeacherPlacement = Field(description="where the teacher lives")
+    placement: TeacherPlacement = Field(description="where the teacher lives; unused without one")
     world_size: int = Field(description="ranks that must come up")
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")
     resume: bool = Field(description="whether to go on from the last checkpoint")
-
-    @property
-    def teacher_revision(self) -> str | None:
-        """Branch, tag or commit that a Hub teacher is loaded from."""
-        return self.settings.teacher_revision
 
 
 def dataset_faults(settings: LaunchedSettings) -> list[Fault]:
@@ -99,7 +94,7 @@ def adapter_faults(settings: LaunchedSettings) -> list[Fault]:
     return [
         Fault(where=name, value=getattr(settings, name), rule=rule, fix=fix)
         for name in ("lora_rank", "lora_targets")
-        if name in settings.model_fields_set and settings.method != "lora"
+        if name in settings.model_fields_set and settings.method == "full"
     ]
 
 

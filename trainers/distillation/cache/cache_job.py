@@ -93,6 +93,7 @@ def _samples(settings: CacheSettings, tokenizer: Any) -> Samples:
         revision=settings.dataset_revision,
         seed=settings.seed,
         evaluation_fraction=settings.evaluation_fraction,
+        text_column=settings.text_column,
     )
 
 

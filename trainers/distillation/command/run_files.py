@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ....ds_configs.specs.errors import Fault
-from ...runs.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
+from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, adapter_faults, dataset_faults
 
 if TYPE_CHECKING:
     from ..config import DistillationConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TEACHER_TOKENIZER = "teacher_tokenizer"
 
 
-class DistillSettings(LaunchedSettings):
+class DistillSettings(ObjectiveSettings, LaunchedSettings):
     """Every setting of `shardwright distill`."""
 
     group = "Distillation"

@@ -47,7 +47,7 @@ def _teacher(job: WorkerJob, arguments: Any, engine: Any) -> Any:
         from ..cache.teacher_cache import TeacherCache
 
         return TeacherCache.open(job.settings.teacher_cache)
-    return placed_teacher(job.teacher, job.teacher_revision, job, arguments, engine)
+    return placed_teacher(job.teacher, job.settings.teacher_revision, job, arguments, engine)
 
 
 def _trainer(job: WorkerJob, work: Path, arguments: Any, student: Any, teacher: Any, tokenizer: Any) -> Any:

@@ -13,7 +13,7 @@ from ....ds_configs.quantization.recipe import SchemeSettings
 from ....ds_configs.quantization.scheme import scheme_named
 from ....ds_configs.specs.errors import Fault, UsageError
 from ....ds_configs.specs.settings import JoinedNames
-from ...runs.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
+from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, adapter_faults, dataset_faults
 from ..rounding.config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfig
 from ..rounding.rounding import WeightRule
 
@@ -28,7 +28,7 @@ TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
 """Settings that mean nothing without a teacher."""
 
 
-class QATSettings(SchemeSettings, LaunchedSettings):
+class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
     """Every setting of `shardwright qat`."""
 
     group = "Quantization"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...runs.held_out import held_out_cross_entropy
 from ...runs.ranks import (
     collator,
     end_rank,
@@ -20,7 +21,7 @@ from ...runs.ranks import (
     trained_model,
 )
 from ...runs.settings import TOKENIZER
-from ..held_out import DENSE, ROUNDED, held_out_cross_entropy, starting_point, starting_point_callback
+from ..held_out import DENSE, ROUNDED, starting_point, starting_point_callback
 from .request import RANGES_FILE, QATJob, callback_options, qat_config, teacher_distance_config
 
 _PROBE_TOKENS, _PROBE_SAMPLES = 128, 4

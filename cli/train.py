@@ -1,0 +1,72 @@
+"""`shardwright train`: plan, launch and report a training on the user's data with one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ..trainers.training.settings import TrainSettings
+from .options import TrainingOptions
+from .progress import note
+from .settings import FILLED, Options, grouped
+from .training_shown import launched_command
+
+if TYPE_CHECKING:
+    from ..trainers.training.inputs import PreparedTrain
+    from ..trainers.training.report import TrainOutcome
+
+
+grouped(TrainSettings)
+grouped(TrainingOptions)
+
+
+def train_command(
+    model: str,
+    *,
+    settings: Annotated[TrainSettings, Options] = FILLED,
+    options: Annotated[TrainingOptions, Options],
+) -> int:
+    """Train a model on your data: plan, launch, evaluate before and after, save with a model card.
+
+    Example: shardwright train Qwen/Qwen3-0.6B --dataset chats.jsonl --method lora --output-dir tuned
+
+    Parameters
+    ----------
+    model
+        Hub id or directory, or a config.json for random weights.
+    """
+    from ..trainers.training.inputs import prepare_train
+
+    def prepare() -> PreparedTrain:
+        return prepare_train(settings, model, options.output_dir, notify=note, **options.how)
+
+    return launched_command(prepare, options, show_training)
+
+
+def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
+    """Print how good the model was before and after, and where everything lies."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..plugins.huggingface_hub.cards import CARD_FILE
+    from ..trainers.runs.report import REPORT_FILE
+    from ..trainers.training.report import CHART_FILE, measures
+    from .show import console
+
+    out = console()
+    label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
+    out.print(Text(outcome.model, style="bold") + Text(f"  on {outcome.statistics.source}, {label} on {hardware}"))
+    out.print()
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"{outcome.statistics.evaluation_samples} held-out samples")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right")
+    for row in measures(outcome.result):
+        table.add_row(row[0], row[1], Text(row[2], style="bold green"))
+    out.print(table)
+    out.print()
+    out.print(outcome.speed_line(outcome.result))
+    files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))
+    out.print(f"Model in {output_dir}; see {files}", markup=False)
+    if outcome.settings.method == "full":
+        out.print(f"Next: shardwright evaluate {output_dir}, or shardwright quantize {output_dir}", markup=False)

@@ -1,0 +1,86 @@
+"""`shardwright train` as a user runs it on two CPU ranks: the losses of one process under every kind of layout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from session import warm_command
+
+pytestmark = pytest.mark.distributed
+
+SETTINGS = {
+    "seq-len": 32,
+    "global_batch_size": 4,
+    "evaluation_samples": 4,
+    "logging_steps": 1,
+    "learning_rate": 5e-3,
+    "max_steps": 3,
+    "gradient_checkpointing": "off",
+    "optimizer": "adamw_torch",
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "zero3": {"strategy": "zero3"},
+    "fsdp2": {"strategy": "fsdp2"},
+    "sp": {"sequence_parallel_size": 2},
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2},
+    "ep": {"expert_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from distilling import tiny
+
+    root = tmp_path_factory.mktemp("train")
+    sizes: dict[str, Any] = {"vocab_size": 300, "max_position_embeddings": 64}
+    tiny("llama", hidden=64, **sizes).save_pretrained(root / "llama")
+    tiny("mixtral", hidden=32, **sizes).save_pretrained(root / "mixtral")
+    rows = [{"prompt": f"{n} and {n} is ", "completion": f"{2 * n}." * (1 + n % 4)} for n in range(40)]
+    (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {"root": root, "llama": root / "llama", "mixtral": root / "mixtral"}
+
+
+def trained(model: Path, directory: Path, hardware: str, **settings: Any) -> tuple[list[float], dict[str, Any]]:
+    """Return the loss of each step, and what the command printed."""
+    root = model.parent
+    stated = SETTINGS | settings | {"dataset": str(root / "rows.jsonl"), "hardware": hardware}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "settings.yaml").write_text(json.dumps(stated))
+    command = [*warm_command("shardwright"), "train", str(model), "--config", "settings.yaml", "--output-dir", "out"]
+    done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, cwd=directory, timeout=600)
+    assert done.returncode == 0, done.stderr
+    steps = (directory / "out" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(step)["loss"] for step in steps], json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def one_process(models: dict[str, Path]) -> Any:
+    """Return the losses of one process by model; each is trained when a test first asks for it."""
+    found: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in found:
+            found[name] = trained(models[name], models["root"] / f"one-{name}", "1xCPU")
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_one_process(
+    models: dict[str, Path], one_process: Any, tmp_path: Path, layout: str, deepspeed_cpu_ops: None
+) -> None:
+    name = "mixtral" if layout == "ep" else "llama"
+    losses, shown = trained(models[name], tmp_path, "2xCPU", **LAYOUTS[layout])
+    expected, alone = one_process(name)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for when in ("before", "after"):
+        assert shown["cross_entropy"][when] == pytest.approx(alone["cross_entropy"][when], abs=1e-5)
+    assert shown["cross_entropy"]["after"] < shown["cross_entropy"]["before"]
+    assert (tmp_path / "out" / "model.safetensors").is_file()

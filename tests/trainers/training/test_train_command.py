@@ -1,0 +1,143 @@
+"""`shardwright train` in this process: bad input, dry runs, and whole runs of one rank without a launch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardwright
+from cards import read_card
+from commands import Shell, run_rank_here, shell_in
+from distilling import tiny
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.trainers.training.settings import TrainJob
+
+pytestmark = pytest.mark.slow
+
+DATA = ("--dataset", "python-help#8", "--seq-len", 32)
+OUT = ("--output-dir", "out")
+
+
+@pytest.fixture
+def train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
+    """Run the command in an empty directory."""
+    return shell_in(tmp_path, "train", capsys, monkeypatch)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    from shardwright.trainers.training.worker import train_on_rank
+
+    return run_rank_here(TrainJob, train_on_rank, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "model"
+    tiny("llama", vocab_size=300, max_position_embeddings=64).save_pretrained(directory)
+    return directory
+
+
+def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path: Path) -> None:
+    found = train(model, *OUT, *DATA, "--dry-run", "--format", "json", "--pipeline-parallel-size", 2)
+    assert found.code == 0, found.err
+    shown = json.loads(found.out)
+    assert not list(tmp_path.iterdir())
+    assert shown["plan"]["chosen"]["strategy"]["pp"] == 2 and shown["plan"]["hardware"]["name"] == "2xCPU"
+    assert {"out/REPORT.md", "out/training.png", "out/plan/plan.json"} <= set(shown["files"])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--arg", "weight_decy=0.1"), "did you mean 'weight_decay'?"),
+        (("--arg", "learning_rate=0.1"), "arg learning_rate = 0.1: has an option of its own; use --learning-rate"),
+        (("--arg", "deepspeed=mine.json"), "would run another layout than the planned one"),
+        (("--arg", "bf16=true"), "arg bf16 = True: is what the plan decides"),
+        (("--arg", "report_to=nowhere"), "arg report_to = 'nowhere': is no tracker that Transformers finds here"),
+        (("--text-column", "body"), "text_column = 'body': is no column of python-help#8; it has text"),
+        (("--lora-rank", 4), "lora_rank = 4: needs adapters"),
+        (("--plan", "plan"), "plan = 'plan': has no plan.json"),
+        (("--plan", "plan"), "seq_len = 32: is what the plan decides"),
+        (("--resume",), "output_dir = 'out': holds no checkpoint to resume from"),
+        (("--hardware", "8xA100-80GB"), "needs 8 x A100-80GB on 1 node(s)"),
+        (("--dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
+    ],
+)
+def test_bad_input_is_told_before_launch_and_writes_nothing(
+    train: Shell, model: Path, tmp_path: Path, more: Any, said: str
+) -> None:
+    found = train(model, *OUT, *(DATA if "--dataset" not in more else ()), *more)
+    assert (found.code, found.out) == (2, ""), found.err
+    assert said in found.err and "Traceback" not in found.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_of_another_model_or_with_a_teacher_is_refused(train: Shell, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny("llama", vocab_size=300, layers=3, max_position_embeddings=64).save_pretrained(other)
+    job = TrainingJob(seq_len_tokens=32, precision="fp32")
+    shardwright.plan(str(other), "1xCPU", job).write(tmp_path / "plan")
+    found = train(model, *OUT, "--dataset", "python-help#8", "--plan", "plan")
+    assert found.code == 2 and "is not the model of the plan" in found.err
+
+
+def test_a_plan_is_run_on_chats_with_adapters(
+    train: Shell, model: Path, tmp_path: Path, one_rank: list[Sequence[str]]
+) -> None:
+    rows = [{"prompt": f"say {name}: ", "completion": name * 2} for name in "abcdefghij"]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    job = TrainingJob(seq_len_tokens=16, precision="fp32", method="lora", lora_rank=2, micro_batch_size=2)
+    shardwright.plan(str(model), "1xCPU", job).write(tmp_path / "plan")
+    found = train(
+        model, *OUT, "--plan", "plan", "--dataset", "rows.jsonl", "--evaluation-fraction", 0.3, "--max-steps", 2,
+        "--arg", "weight_decay=0.5", "--arg", "lr_scheduler_type=constant", "--logging-steps", 1, "--format", "json",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    shown = json.loads(found.out)
+    assert shown["dataset"]["kind"] == "prompt and completion" and shown["settings"]["seq_len"] == 16
+    assert all(math.isfinite(shown["cross_entropy"][when]) for when in ("before", "after"))
+    out = tmp_path / "out"
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    # A constant schedule is the user's; the command's own would fall.
+    assert [step["learning_rate"] for step in steps] == [2e-4, 2e-4]
+    assert read_card(out).library_name == "peft" and (out / "adapter_model.safetensors").is_file()
+    assert "weight_decay" in (out / "REPORT.md").read_text()
+
+
+def test_training_from_python_and_resuming(
+    model: Path, tmp_path: Path, one_rank: list[Sequence[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.csv").write_text("body,id\n" + "".join(f'"{word} {word * 3}",1\n' for word in "abcdefgh") * 20)
+    how: dict[str, Any] = {
+        "dataset": str(tmp_path / "rows.csv"),
+        "text_column": "body",
+        "seq_len": 16,
+        "hardware": "1xCPU",
+        "micro_batch_size": 2,
+        "global_batch_size": 2,
+        "evaluation_samples": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "max_steps": 4,
+        "save_steps": 2,
+    }
+    whole = shardwright.train(str(model), tmp_path / "whole", **how)
+    assert whole.result.after < whole.result.before
+    # A run that ends behind its second step leaves that checkpoint.
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    (tmp_path / "again").mkdir()
+    (checkpoints / "checkpoint-2").rename(_parent(tmp_path / "again" / "checkpoints") / "checkpoint-2")
+    again = shardwright.train(str(model), tmp_path / "again", resume=True, **how)
+    assert [entry["loss"] for entry in again.metrics] == [entry["loss"] for entry in whole.metrics]
+    assert (again.result.before, again.result.after) == (whole.result.before, whole.result.after)
+    assert capsys.readouterr().out == ""
+
+
+def _parent(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    return directory

@@ -1,0 +1,1 @@
+"""`shardwright train`: enter by `run.py`; `inputs.py` prepares, `worker.py` runs on every rank."""

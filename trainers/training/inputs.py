@@ -1,0 +1,146 @@
+"""Checks of a training before anything is launched or written: all that can be wrong, told together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import Fault, UsageError, collecting
+from ...plugins.launching.notes import Notify
+from ...plugins.planning.from_names import plan as make_plan
+from ...plugins.planning.models import LoadedModel, load_model_spec
+from ..data.models import StartingModel, check_seq_len, load_config, load_tokenizer
+from ..runs.inputs import chosen_hardware, evenly_held_out, launch_faults, named_samples, training_job
+from ..runs.run import PreparedTraining
+from ..runs.settings import run_output_faults
+from .report import TrainOutcome, TrainResult, train_file_names, train_files
+from .settings import TrainJob, TrainSettings, planned_argument_faults, train_settings_faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTrain(PreparedTraining[TrainOutcome]):
+    """A training that can be launched; nothing was written for it."""
+
+    settings: TrainSettings
+    """What was asked for; with a plan of the user, what that plan was made for."""
+    model: str
+    """Hub id, directory or `config.json`."""
+
+    worker = f"{__package__}.worker"
+
+    @property
+    def own_file_names(self) -> tuple[str, ...]:
+        """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
+        return train_file_names(self.settings)
+
+    def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> TrainJob:
+        """Return what the ranks are told."""
+        arguments = common["training_arguments"] | self.settings.arg
+        model = str(Path(self.model).absolute()) if Path(self.model).exists() else self.model
+        return TrainJob(**{**common, "training_arguments": arguments, "model": model})
+
+    def report(
+        self, result: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[TrainOutcome, dict[str, str | bytes]]:
+        """Return the outcome and the files that report it."""
+        found = TrainOutcome(model=self.model, result=TrainResult(**result), **common)
+        return found, train_files(found)
+
+
+def prepare_train(
+    settings: TrainSettings, model: str, output_dir: Path, *, notify: Notify, **how: bool
+) -> PreparedTrain:
+    """Read everything that can be wrong, report all faults together, and plan.
+
+    Args:
+        settings: What to do.
+        model: Hub id, directory, or `config.json` for random weights.
+        output_dir: Where results will go.
+        notify: Receives remarks.
+        how: `dry_run`, `force` and `resume`.
+
+    Raises:
+        UsageError: all faults together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        PlanDoesNotFitError: no layout fits.
+    """
+    dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
+    faults = train_settings_faults(settings)
+    if not dry_run:
+        sources: dict[str, str | None] = {"the model": model, "the plan": settings.plan}
+        faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
+    given = loaded = hardware = tokenizer = samples = None
+    if settings.plan is not None:
+        with collecting(faults):
+            given = Plan.load(settings.plan)
+            settings = _as_planned(settings, given)
+    if given is not None or settings.plan is None:
+        with collecting(faults):
+            hardware = chosen_hardware(settings) if given is None else given.hardware
+            faults += [] if dry_run else launch_faults(hardware)
+    with collecting(faults):
+        loaded = load_model_spec(model, revision=settings.revision)
+        faults += [] if given is None else _other_model_faults(given, loaded)
+    if loaded is not None:
+        with collecting(faults):
+            tokenizer = _tokenizer(settings, model)
+    if tokenizer is not None and settings.dataset:
+        with collecting(faults):
+            samples = named_samples(settings, tokenizer)
+    if faults:
+        raise UsageError(faults)
+    assert hardware and loaded and tokenizer and samples, "what failed left a fault"
+    plan = given or make_plan(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
+    if faults := planned_argument_faults(settings, plan):
+        raise UsageError(faults)
+    kept = evenly_held_out(samples, plan, settings)
+    if cut := kept.statistics.cut_rows:
+        notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")
+    return PreparedTrain(settings=settings, model=model, plan=plan, samples=kept, tokenizer=tokenizer)
+
+
+def _as_planned(settings: TrainSettings, plan: Plan) -> TrainSettings:
+    """Return the settings with what a plan was made for, so that reports state what ran.
+
+    Raises:
+        UsageError: the plan is for another command.
+    """
+    job, strategy = plan.job, plan.chosen.strategy
+    if job.teacher is not None:
+        rule = f"holds the teacher {job.teacher.name}, and train has none"
+        raise UsageError(Fault(where="plan", value=settings.plan, rule=rule, fix="use distill, or plan without it"))
+    return settings.model_copy(
+        update={
+            "hardware": plan.hardware.name,
+            "seq_len": job.seq_len_tokens,
+            "precision": job.precision,
+            "optimizer": job.optimizer,
+            "method": job.method,
+            "lora_rank": job.lora_rank,
+            "lora_targets": ",".join(job.lora_targets),
+            "micro_batch_size": strategy.micro_batch_size,
+            "global_batch_size": job.global_batch_size,
+            "gradient_checkpointing": job.gradient_checkpointing,
+            "strategy": job.strategy,
+            "offload": job.offload,
+        }
+    )
+
+
+def _other_model_faults(plan: Plan, loaded: LoadedModel) -> list[Fault]:
+    """Return a fault where a plan was made for a model of another shape; where it lies does not matter."""
+    named = {"name": loaded.spec.name, "revision": loaded.spec.revision}
+    if replace(plan.model, **named) == loaded.spec:
+        return []
+    rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this one, or drop --plan"
+    return [Fault(where="model", value=loaded.spec.name, rule=rule, fix=fix)]
+
+
+def _tokenizer(settings: TrainSettings, model: str) -> Any:
+    source = StartingModel(model=model, revision=settings.revision)
+    config = load_config(source)
+    check_seq_len(settings.seq_len, config)
+    return load_tokenizer(source, config.get_text_config().vocab_size)

@@ -1,0 +1,116 @@
+"""Files of a training: `REPORT.md`, the model card, and the chart of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...plugins.huggingface_hub.cards import CARD_FILE
+from ..formats.rendering import table
+from ..runs.report import (
+    REPORT_FILE,
+    LaunchedOutcome,
+    StepResult,
+    card_text,
+    draw_steps,
+    empty_figure,
+    finish_axes,
+    number,
+    perplexity,
+    png,
+    report_text,
+)
+from ..runs.settings import METRICS_FILE
+from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA_VERSION = 1
+"""Version of `train --format json`."""
+CHART_FILE = "training.png"
+_TEMPLATES = "training/templates"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult(StepResult):
+    """Measurements of the ranks, as they stand in `result.json`."""
+
+    before: float | None
+    """Cross-entropy on the held-out samples before the first step, in nats a token; `None` where it cannot be measured,
+    which is under context parallelism."""
+    after: float | None
+    """The same after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOutcome(LaunchedOutcome):
+    """A training that ended well."""
+
+    settings: TrainSettings
+    """What was asked for."""
+    model: str
+    """Hub id, directory or `config.json` that training started from."""
+    result: TrainResult
+    """What was measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            **self.where_and_what(self.settings),
+            "cross_entropy": {"before": self.result.before, "after": self.result.after},
+            **self.speed(self.result),
+        }
+
+
+def measures(result: TrainResult) -> list[tuple[str, str, str]]:
+    """Return the measures on the held-out samples by name, before and after."""
+    if result.before is None or result.after is None:
+        return [("cross-entropy, nats a token", "not measured", "not measured")]
+    return [
+        (name, shape(result.before), shape(result.after))
+        for name, shape in (("cross-entropy, nats a token", number), ("perplexity", perplexity))
+    ]
+
+
+def train_file_names(settings: TrainSettings) -> tuple[str, ...]:
+    """Return the names of the files that a run leaves in its output directory, beside the plan's."""
+    adapter = settings.method != "full"
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    config = "adapter_config.json" if adapter else "config.json"
+    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+
+
+def train_files(outcome: TrainOutcome) -> dict[str, str | bytes]:
+    """Return the report, the model card and the chart by name."""
+    shown = table(("", "before", "after"), measures(outcome.result))
+    settings = outcome.settings.model_dump() | {"learning_rate": outcome.settings.base_learning_rate()}
+    adapter = outcome.settings.method != "full"
+    card = card_text(
+        f"{_TEMPLATES}/card.md.j2",
+        outcome.model,
+        "adapter" if adapter else "finetune",
+        "peft" if adapter else "transformers",
+        (),
+        outcome=outcome,
+        measures=shown,
+        adapter="whole" if adapter else None,
+    )
+    return {
+        REPORT_FILE: report_text(f"{_TEMPLATES}/report.md.j2", outcome, settings, measures=shown),
+        CARD_FILE: card,
+        CHART_FILE: png(train_figure(outcome.metrics)),
+    }
+
+
+def train_figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
+    """Return the chart: the loss of every logged step on the left, its learning rate on the right."""
+    drawn, nats, rate = empty_figure()
+    draw_steps(nats, metrics, {"loss": ("loss", "#4477aa")})
+    finish_axes(nats, "nats a token")
+    draw_steps(rate, metrics, {"learning_rate": ("learning rate", "#228833")})
+    finish_axes(rate, "learning rate")
+    return drawn

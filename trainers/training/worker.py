@@ -1,0 +1,92 @@
+"""Runs on every rank of `shardwright train`: trains under the plan's layout, evaluates before and after, and saves.
+
+accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.training.worker job.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.strategy import Strategy
+from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ..parallel.trainer_for import planned_parallelism
+from ..runs.held_out import held_out_cross_entropy
+from ..runs.ranks import (
+    collator,
+    end_rank,
+    rank_arguments,
+    read_samples,
+    run_rank,
+    step_facts,
+    train_recorded,
+    trained_model,
+)
+from ..runs.settings import PLAN_DIRECTORY, TOKENIZER
+from .settings import TrainJob
+
+BEFORE = "held_out_cross_entropy_before"
+"""Name in the Trainer's log, which checkpoints keep: a resumed run has it from its first part."""
+
+
+def train_on_rank(job: TrainJob, work: Path) -> None:
+    """Build everything in the order that ZeRO-3 needs (arguments before weights), train, evaluate and save."""
+    from transformers import AutoTokenizer
+
+    arguments, engine = rank_arguments(job)
+    prepare_model_directory_save(arguments)
+    plan = Plan.load(Path(job.output_dir) / PLAN_DIRECTORY)
+    parallelism = planned_parallelism(plan)
+    tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
+    samples = read_samples(work)
+    trainer = parallelism.make_trainer(
+        model=trained_model(job.model, job.settings, arguments, engine, for_stages=parallelism.is_pipeline),
+        revision=job.settings.revision,
+        args=arguments,
+        train_dataset=samples[0],
+        eval_dataset=samples[1],
+        data_collator=collator(tokenizer),
+        processing_class=tokenizer,
+    )
+    strategy = plan.chosen.strategy
+    trainer.add_callback(_before_training(trainer, strategy))
+    recorder = train_recorded(trainer, job, evaluates_last=False)
+    after = held_out(trainer, strategy)
+    save_model_directory(trainer, job.output_dir)
+    end_rank(trainer, lambda peak: _result(trainer, recorder, job, peak, after), work)
+
+
+def held_out(trainer: Any, strategy: Strategy) -> float | None:
+    """Return the cross-entropy of the held-out samples in nats a token; every rank must call it.
+
+    Where ranks share sequences or layers the trainer of the layout adds up all predicted tokens itself. `None` under
+    context parallelism, where nothing can be evaluated.
+    """
+    if strategy.cp > 1:
+        return None
+    if strategy.sp > 1 or strategy.pp > 1:
+        return float(trainer.evaluate()["eval_loss"])
+    return held_out_cross_entropy(trainer)
+
+
+def _before_training(trainer: Any, strategy: Strategy) -> Any:
+    """Return a callback that logs how good the model is before its first step."""
+    from transformers import TrainerCallback
+
+    class BeforeTraining(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not state.global_step and (found := held_out(trainer, strategy)) is not None:
+                trainer.log({BEFORE: found})
+
+    return BeforeTraining()
+
+
+def _result(trainer: Any, recorder: Any, job: TrainJob, peak: int | None, after: float | None) -> dict[str, Any]:
+    logged = [entry[BEFORE] for entry in trainer.state.log_history if BEFORE in entry]
+    facts = {"before": logged[0] if logged else None, "after": after, "peak_bytes": peak}
+    return facts | step_facts(trainer, recorder, job)
+
+
+if __name__ == "__main__":
+    run_rank(TrainJob, train_on_rank)
