@@ -66,7 +66,7 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
     small = plan(str(output_dir / "small-llama"), "2xCPU", job)
     small.write(output_dir / "plan", force=force)
     show_plan(small, output_dir / "plan")
-    print("\n3. The launch line above, for real\n", flush=True)
+    print("\n3. plan/launch.sh, for real\n", flush=True)
     losses = train_demo(small, output_dir, options.steps)
     if not losses[-1] < losses[0]:
         raise ShardwrightError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")

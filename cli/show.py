@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..ds_configs.check import Finding
 from ..ds_configs.memory.estimate import GpuMemory
-from ..ds_configs.plan.launch import launch_arguments
+from ..ds_configs.plan.launch import train_arguments
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.teacher_placement import TeacherChoice
@@ -60,7 +60,7 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
     if hardware.nodes > 1:
         line = [f"{directory}/launch.sh", "MACHINE_RANK", "MAIN_PROCESS_IP"]
     else:
-        line = launch_arguments(plan, directory=str(directory))
+        line = train_arguments(plan, directory=str(directory))
     Console(soft_wrap=True, highlight=False).print("  " + shlex.join(line), markup=False)
 
 

@@ -23,6 +23,18 @@ def launch_arguments(plan: Plan, *, directory: str = ".") -> list[str]:
     return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
 
 
+def train_arguments(plan: Plan, *, directory: str) -> list[str]:
+    """Return the command that trains on the user's data under a plan; `YOUR_DATA` and `OUTPUT` are the user's to name.
+
+    A plan with a teacher is for `distill`, which plans for itself.
+    """
+    revision = [] if plan.model.revision is None else ["--revision", plan.model.revision]
+    model, own = plan.model.name, ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
+    if plan.job.teacher is not None:
+        return ["shardwright", "distill", plan.job.teacher.name, model, *revision, *own]
+    return ["shardwright", "train", model, "--plan", directory, *revision, *own]
+
+
 def run_line(plan: Plan, *, directory: str = ".") -> str:
     """Return what to type, quoted for a shell: the launch itself, or on several nodes the script for each."""
     if plan.hardware.nodes == 1:
