@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...ds_configs.plan.write import output_faults
 from ...ds_configs.specs.errors import Fault
+from ...ds_configs.specs.job import Method
 from ...ds_configs.specs.settings import HardwareSettings, TeacherPlacementSettings, TrainingSettings
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ..data.settings import DataSettings
@@ -52,7 +53,7 @@ class LaunchedSettings(TrainingSettings, HardwareSettings, DataSettings):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="Compute precision; auto: bf16, and fp32 without an accelerator"
     )
-    method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    method: Method = Field("full", description="Full training, LoRA, or QLoRA")
     logging_steps: int = Field(10, ge=1, description="Optimizer steps between two lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
 

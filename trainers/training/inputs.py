@@ -132,8 +132,7 @@ def _as_planned(settings: TrainSettings, plan: Plan) -> TrainSettings:
 
 def _other_model_faults(plan: Plan, loaded: LoadedModel) -> list[Fault]:
     """Return a fault where a plan was made for a model of another shape; where it lies does not matter."""
-    named = {"name": loaded.spec.name, "revision": loaded.spec.revision}
-    if replace(plan.model, **named) == loaded.spec:
+    if replace(plan.model, name=loaded.spec.name, revision=loaded.spec.revision) == loaded.spec:
         return []
     rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this one, or drop --plan"
     return [Fault(where="model", value=loaded.spec.name, rule=rule, fix=fix)]

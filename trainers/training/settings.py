@@ -10,7 +10,6 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault
-from ...ds_configs.specs.job import Method
 from ...ds_configs.specs.settings import HardwareSettings, LayoutSettings, NamedValues, TrainingSettings
 from ...plugins.transformers.training_arguments import unknown_argument_faults
 from ..runs.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
@@ -44,7 +43,6 @@ class TrainSettings(LayoutSettings, LaunchedSettings):
     plan: str | None = Field(
         None, description="Directory that `plan` wrote, whose layout is run. Default: plan on the spot"
     )
-    method: Method = Field("full", description="Full training, LoRA, or QLoRA")
     arg: NamedValues = Field(
         {}, description="NAME=VALUE of the Trainer's TrainingArguments, such as weight_decay=0.1; may be repeated"
     )

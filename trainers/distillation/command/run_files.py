@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
 
     group = "Distillation"
 
+    method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
     hidden_states: float = Field(0.0, ge=0, description="Weight of matched hidden states; 0: none")
     attention: float = Field(0.0, ge=0, description="Weight of matched attention relations; 0: none")
     on_policy: float = Field(0.0, description="Share of micro-batches that the student completes itself")

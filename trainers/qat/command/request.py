@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,7 @@ class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
 
     group = "Quantization"
 
+    method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
     weight_rule: WeightRule = Field(
         "minmax",
         description="Where scales of weights come from: their own range, training (LSQ), or mean magnitudes with three "
