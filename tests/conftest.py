@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Open the session where it is controlled; workers of xdist inherit its environment."""
+    # The width of whoever runs the tests, which xdist hands on, is not the one that shown tables are compared with.
+    os.environ.pop("COLUMNS", None)
     if not hasattr(config, "workerinput"):
         config.stash[_SESSION] = session.open_session()
 
