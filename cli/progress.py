@@ -6,17 +6,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..plugins.launching.notes import OnProgress
+from ..plugins.launching.notes import NOTE, OnProgress
 
 _SECONDS_BETWEEN_LINES = 15.0
 
 
 def note(text: str) -> None:
     """Print a remark on stderr."""
-    print(f"note: {text}", file=sys.stderr)
+    print(f"{NOTE}{text}", file=sys.stderr)
 
 
 @contextmanager

@@ -98,6 +98,14 @@ def test_pages_that_code_names_exist():
             assert (ROOT / page).is_file(), f"{name_of(path)} names {page}"
 
 
+def test_modules_that_pages_and_messages_run_exist():
+    folders = ("ds_configs", "plugins", "trainers", "cli")
+    for path in [*ALL, *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]:
+        for module in re.findall(r"-m shardwright\.([\w.]*\w)", path.read_text(encoding="utf-8")):
+            place = ROOT.joinpath(*module.split("."))
+            assert place.is_dir() or place.with_suffix(".py").is_file(), f"{name_of(path)} runs {module}"
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_imports_of_python_blocks_exist(page):
     text = page.read_text(encoding="utf-8")

@@ -51,6 +51,8 @@ evaluation run causal language models; give a causal language model"]
             f"keeps {len(transposed_layers)} matrices in Conv1D, such as {transposed_layers[0]}, which stores them "
             "transposed: compressed-tensors packs linear layers alone"
         )
-        fix = "use a model of linear layers, or name the linear layers that you want as targets"
+        fix = "use a model of linear layers"
+        if work == "qat":
+            fix += ", or name the linear layers that you want as targets"
         faults.append(Fault(where="architecture", value=architecture, rule=rule, fix=fix))
     return faults

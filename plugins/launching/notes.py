@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 
+NOTE = "note: "
+"""Begins a line with a remark. Of what ranks print, the process that launched them passes on such lines."""
 Notify = Callable[[str], None]
 """Receives remarks."""
 OnProgress = Callable[[str, int, int], None]
@@ -15,4 +17,4 @@ OnProgress = Callable[[str, int, int], None]
 def note_on_first_rank(text: str) -> None:
     """Print a remark on stderr, on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
+        print(f"{NOTE}{' '.join(text.splitlines())}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _ELEMENTS_AT_ONCE = 2**24
 _SHOWN = 3
+NONFINITE_FIX = "train it again, fetch a sound copy, or --allow-nonfinite where a command has it"
 
 
 def nonfinite_weights(model: Any) -> list[str]:
@@ -60,7 +61,7 @@ def refuse_nonfinite_weights(model: Any, *, what: str, allowed: bool = False) ->
     everywhere = sorted({name for names in found.values() for name in names})
     ranks = ", ".join(str(rank) for rank in found)
     rule = f"holds NaN or infinity in {shortened(everywhere)} (rank {ranks})"
-    raise RefusedInputError(Fault(where=what, rule=rule, fix="--allow-nonfinite takes it as it is"))
+    raise RefusedInputError(Fault(where=what, rule=rule, fix=NONFINITE_FIX))
 
 
 def shortened(names: list[str]) -> str:

@@ -16,7 +16,7 @@ from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightErro
 from ..launching.notes import note_on_first_rank
 from ..safetensors.reading import read_checkpoint
 from .checkpoint_model import checkpoint_tensors
-from .finite_weights import nonfinite_weights, shortened
+from .finite_weights import NONFINITE_FIX, nonfinite_weights, shortened
 from .whole_loading import loads_on_first_rank
 
 _NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -128,8 +128,8 @@ def loading_faults(found: Mapping[str, Any], where: str) -> list[Fault]:
 def nonfinite_faults(model: Any, where: str) -> list[Fault]:
     """Return a fault that names weights which are NaN or infinite, on this rank."""
     names = nonfinite_weights(model)
-    fix = "train it again, fetch a sound copy, or --allow-nonfinite where a command has it"
-    return [Fault(where=where, rule=f"holds NaN or infinity in {shortened(names)}", fix=fix)] if names else []
+    rule = f"holds NaN or infinity in {shortened(names)}"
+    return [Fault(where=where, rule=rule, fix=NONFINITE_FIX)] if names else []
 
 
 def load_causal_lm(name: str, *, allow_nonfinite: bool = False, **named: Any) -> Any:

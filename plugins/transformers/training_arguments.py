@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.job import OPTIMIZERS
+from ..launching.notes import note_on_first_rank
 from .finite_weights import refuse_nonfinite_weights
 
 # The tokenizer without a download: one token for each byte, which every text has.
@@ -142,13 +142,12 @@ def warn_of_zero0_in_16_bit(arguments: Any) -> None:
     0.09 above that of DDP and of ZeRO-1.
     """
     configuration = deepspeed_configuration(arguments)
-    if configuration is None or arguments.mixed_precision == "no" or arguments.process_index != 0:
+    if configuration is None or arguments.mixed_precision == "no":
         return
     if configuration["zero_optimization"].get("stage", 0) == 0:
-        print(
+        note_on_first_rank(
             "ZeRO stage 0 in 16 bit starts with an optimizer step on zero gradients, which shrinks Adam's first "
-            "updates (deepspeed 0.19.8): use ZeRO stage 1 or plain DDP",
-            file=sys.stderr,
+            "updates (deepspeed 0.19.8): use ZeRO stage 1 or plain DDP"
         )
 
 
@@ -176,8 +175,7 @@ def prepare_model_directory_save(arguments: Any) -> None:
             )
         )
     section[key] = True
-    if arguments.process_index == 0:
-        print(f"zero_optimization.{key} was missing: now true, so that the model can be saved", file=sys.stderr)
+    note_on_first_rank(f"zero_optimization.{key} was missing: now true, so that the model can be saved")
 
 
 def save_model_directory(trainer: Any, directory: str, *, allow_nonfinite: bool = False) -> None:

@@ -24,9 +24,11 @@ from shardwright.plugins.launching.elastic import RankFailure, first_cause
 from shardwright.plugins.launching.launch import (
     Launch,
     LaunchFailedError,
+    cpu_rank_environment,
     run_launch,
     run_together,
 )
+from shardwright.trainers.runs.launch import run_launches
 
 
 def is_running(pid: int) -> bool:
@@ -156,6 +158,25 @@ def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Pat
     while is_running(int(note.read_text())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(int(note.read_text()))
+
+
+def test_remarks_of_the_first_rank_reach_who_launched_it(cold: None) -> None:
+    rank = (
+        "from shardwright.plugins.launching.notes import note_on_first_rank; print('of a library', flush=True); "
+        "note_on_first_rank('two\\nlines'); print('shardwright-progress: {\"step\": 3, \"steps\": 4}')"
+    )
+    launches = [Launch(arguments=("-c", rank), environment={"RANK": number}) for number in ("0", "1")]
+    heard: list[str] = []
+    steps: list[tuple[int, int]] = []
+    run_launches(launches, lambda *step: steps.append(step), notify=heard.append, timeout_seconds=60)
+    assert (heard, steps) == (["two lines"], [(3, 4), (3, 4)])
+
+
+def test_a_launch_does_not_read_the_variables_of_an_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = {"RANK": "3", "PET_NNODES": "4", "ACCELERATE_USE_FSDP": "true", "MASTER_PORT": "1"}
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    assert not outer.keys() & cpu_rank_environment().keys()
 
 
 def test_a_lock_is_stale_when_no_process_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

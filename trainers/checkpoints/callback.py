@@ -7,7 +7,6 @@ comes right after, on every rank: there the files are flushed, the ranks agree, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import Fault, UsageError
+from ...plugins.launching.notes import Notify, note_on_first_rank
 from .agreement import on_first_rank, together
 from .record import flush_tree, write_record
 from .resume_rules import compared
@@ -38,9 +38,9 @@ class CheckpointCallback(TrainerCallback):
     >>> trainer.train(resume_from_checkpoint=checkpoints.newest())  # doctest: +SKIP
     """
 
-    def __init__(self, facts: Mapping[str, Any] | None = None, *, notify: Callable[[str], None] | None = None) -> None:
+    def __init__(self, facts: Mapping[str, Any] | None = None, *, notify: Notify | None = None) -> None:
         self._own_facts = dict(facts or {})
-        self._notify = notify or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._notify = notify or note_on_first_rank
         self._trainer: Any = None
         self._facts: dict[str, Any] | None = None
         self._limit: int | None = None
@@ -69,7 +69,7 @@ class CheckpointCallback(TrainerCallback):
             UsageError: the run differs from the one that saved it in what cannot be carried over.
         """
         output_dir = Path(self._trainer.args.output_dir)
-        if not checkpoints(output_dir):
+        if not on_first_rank(lambda: bool(checkpoints(output_dir))):
             if self._trainer.args.process_index == 0:
                 self._notify(f"{output_dir} holds no checkpoint: training begins at step 0")
             return None

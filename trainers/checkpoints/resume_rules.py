@@ -51,8 +51,8 @@ RULES = (
     Rule(fact="plan", action="remarked", why="the run is compared with the new plan"),
     Rule(fact="versions", action="remarked", why="other versions may compute other losses"),
 )
-RESHARDED_BY_UNIVERSAL_CHECKPOINT = "deepspeed"
-"""Its states fit the world size that saved them; DeepSpeed's universal checkpoint fits any."""
+TIED_TO_WORLD_SIZE = "deepspeed"
+"""Engine whose optimizer states fit the world size that saved them alone."""
 
 
 def compared(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Fault], list[str]]:
@@ -76,10 +76,9 @@ def compared(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Fau
 
 def _action(rule: Rule, saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Action, str, str]:
     if rule.fact == "world_size":
+        fix = f"launch {saved[rule.fact]} ranks, or start anew from its weights by naming it as the model"
         if saved.get("axes"):
-            return "refused", "stages and axes keep their ranks", _ANEW
-        if now.get("engine") == RESHARDED_BY_UNIVERSAL_CHECKPOINT:
-            why = "DeepSpeed's states fit the ranks that saved them"
-            fix = "make them fit any: python -m shardwright.trainers.checkpoints.universal CHECKPOINT"
-            return "refused", why, fix
+            return "refused", "stages and axes keep their ranks", fix
+        if now.get("engine") == TIED_TO_WORLD_SIZE:
+            return "refused", "DeepSpeed's states fit the ranks that saved them", fix
     return rule.action, rule.why, _ANEW

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
-from collections.abc import Callable
 from typing import Any, Literal
 
 from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...plugins.launching.notes import Notify, note_on_first_rank
 from ...plugins.transformers.finite_weights import (
     gathered,
     nonfinite_gradients,
@@ -66,11 +65,11 @@ class GuardCallback(TrainerCallback):
         allow_nonfinite: bool = False,
         hang_seconds: float | None = HANG_SECONDS,
         stop_seconds: float = STOP_SECONDS,
-        notify: Callable[[str], None] | None = None,
+        notify: Notify | None = None,
     ) -> None:
         self._action, self._limit, self._allow = nonfinite, nonfinite_steps, allow_nonfinite
         self._hang_seconds = hang_seconds
-        self._notify = notify or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._notify = notify or note_on_first_rank
         self._request = StopRequest(stop_seconds)
         self._watch: HangWatch | None = None
         self._trainer: Any = None

@@ -55,7 +55,7 @@ class StopRequest:
     def install(self) -> None:
         """Take the signals over; nothing outside the main thread, where Python allows no handler."""
         if threading.current_thread() is threading.main_thread() and not self._before:
-            self._process = os.getpid()
+            self._process, self.number = os.getpid(), 0
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def remove(self) -> None:

@@ -78,6 +78,7 @@ def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> 
         run_launches(
             launches,
             lambda step, _: settings.tell(message, offset + step),
+            notify=settings.notify,
             timeout_seconds=settings.time_limit_seconds,
         )
     except LaunchFailedError as error:

@@ -12,7 +12,7 @@ from ...ds_configs.plan.launch import launch_arguments
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, at_free_port, python_arguments, run_together
-from ...plugins.launching.notes import Notify
+from ...plugins.launching.notes import NOTE, Notify
 from .ranks import PROGRESS
 from .settings import JOB_FILE, RankJob
 
@@ -65,9 +65,13 @@ def planned_launch(worker: str, job: RankJob, plan: Plan, plan_directory: Path, 
 
 
 def run_launches(
-    launches: Sequence[Launch], on_step: Callable[[int, int], None], *, timeout_seconds: float = LONGEST_RUN_SECONDS
+    launches: Sequence[Launch],
+    on_step: Callable[[int, int], None],
+    *,
+    notify: Notify,
+    timeout_seconds: float = LONGEST_RUN_SECONDS,
 ) -> None:
-    """Start the launchers of a job, hand over every optimizer step that its ranks tell, and wait for the end.
+    """Start the launchers of a job, hand over every optimizer step and remark of its ranks, and wait for the end.
 
     Raises:
         LaunchFailedError: a rank failed; says which and why.
@@ -79,5 +83,7 @@ def run_launches(
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 told = json.loads(line.removeprefix(PROGRESS))
                 on_step(int(told["step"]), int(told["steps"]))
+        elif line.startswith(NOTE):
+            notify(line.removeprefix(NOTE))
 
     run_together(launches, timeout_seconds=timeout_seconds, on_line=on_line)

@@ -117,7 +117,7 @@ def run_training(
         _write_samples(samples, work)
         prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
         launched = planned_launch(prepared.worker, job, plan, plan_directory, work)
-        run_launches([launched], lambda step, steps: on_progress("step", step, steps))
+        run_launches([launched], lambda step, steps: on_progress("step", step, steps), notify=notify)
         result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
     facts = {
         "settings": prepared.settings,

@@ -23,6 +23,8 @@ def test_what_is_asked_of_a_class() -> None:
     both = {"is_causal": False, "is_encoder_decoder": True}
     assert model_class_faults("T5ForConditionalGeneration", work="qat", **both) == []
     assert len(model_class_faults("Mixed", work="quantize", **both, transposed_layers=("h.0.c_fc",))) == 2
+    (fault,) = model_class_faults("GPT2LMHeadModel", work="quantize", **plain, transposed_layers=("h.0.c_fc",))
+    assert fault.fix == "use a model of linear layers", "no targets would be looked at"
     named = model_class_faults("GPT2LMHeadModel", work="qat", **plain, transposed_layers=("h.0.c_fc",), targets=("a",))
     assert named == []
 

@@ -30,6 +30,9 @@ def test_signals_are_noted_and_given_back():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert request.number == signal.SIGTERM
+        request.remove()
+        request.install()
+        assert request.number == 0, "another training was not asked to stop"
     finally:
         request.remove()
     assert signal.getsignal(signal.SIGTERM) == before

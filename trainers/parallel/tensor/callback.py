@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from transformers import TrainerCallback
@@ -22,6 +21,7 @@ from ....plugins.deepspeed.auto_tp import (
 )
 from ....plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from ....plugins.deepspeed.tensor_parallel_batches import GroupsOnce
+from ....plugins.launching.notes import note_on_first_rank
 from ....plugins.transformers import run_settings
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 from .checks import layout_faults, section_faults, tensor_trainer_faults
@@ -114,8 +114,8 @@ class TensorParallelCallback(TrainerCallback):
         configuration["tensor_parallel"] = {**(configuration.get("tensor_parallel") or {}), **written}
         key = "stage3_gather_16bit_weights_on_model_save"
         zero = configuration["zero_optimization"]
-        if zero.get(key) is False and training_arguments.process_index == 0:
-            print(f"zero_optimization.{key} is now true, so that divided layers can be saved", file=sys.stderr)
+        if zero.get(key) is False:
+            note_on_first_rank(f"zero_optimization.{key} is now true, so that divided layers can be saved")
         zero[key] = True
         forget_tensor_parallel()
         keep_whole_attention(model)

@@ -38,7 +38,7 @@ def train_quantized(job: QATJob, work: Path) -> None:
     model = trained_model(job.model, job.settings, arguments, engine)
     config = qat_config(job.settings, stored_dtype=job.stored_dtype)
     calibration = str(work / RANGES_FILE) if job.calibrated else None
-    callback = QATCallback(calibration=calibration, notify=print, **callback_options(config))
+    callback = QATCallback(calibration=calibration, **callback_options(config))
     samples = read_samples(work)
     trainer = _trainer(job, arguments, engine, tokenizer, model=model, callback=callback, samples=samples)
     trainer.add_callback(starting_point_callback(trainer))
