@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
+from .loopback import stay_on_loopback
 from .parent_death import end_with_launcher
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -62,6 +63,7 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
 
     def launched() -> None:
         end_with_launcher()
+        stay_on_loopback()
         main()
 
     wrapped: Callable[[], None] = record(launched, error_handler=Handler())
@@ -126,6 +128,7 @@ def main(command: Sequence[str]) -> int:
     # torchrun never removes the directory with the error files of its ranks; this one goes with the launch.
     tempfile.tempdir = str(file.parent)
     sys.argv = list(command)
+    stay_on_loopback()
     try:
         launcher()
     except ChildFailedError as error:

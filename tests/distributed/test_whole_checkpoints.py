@@ -79,6 +79,13 @@ def test_fewer_ranks_go_on_with_the_same_losses(engine, workshop, whole, tmp_pat
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole[engine])[4:], abs=1e-5)
 
 
+def test_a_run_that_is_done_takes_no_step_more(workshop, whole, tmp_path):
+    shutil.copytree(whole["ddp"], tmp_path / "run")
+    with pytest.raises(RanksFailedError) as refused:
+        workshop.run("ddp", tmp_path / "run", flags=("--resume",))
+    assert f"all of {STEPS} steps are done" in refused.value.output
+
+
 def test_the_limit_leaves_two_whole_checkpoints(workshop, tmp_path):
     workshop.run("ddp", tmp_path, save_total_limit=1)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]

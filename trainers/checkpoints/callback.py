@@ -7,6 +7,7 @@ comes right after, on every rank: there the files are flushed, the ranks agree, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ class CheckpointCallback(TrainerCallback):
         def chosen() -> str:
             selection = choose()
             faults, remarks = compared(selection.record.facts, facts)
+            faults += _finished_faults(selection, facts, self._trainer.args.max_steps)
             if faults:
                 raise UsageError(faults)
             for line in (*(f"skipped: {one}" for one in selection.skipped), *remarks):
@@ -140,3 +142,15 @@ class CheckpointCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give the Trainer its own rotation back."""
         args.save_total_limit = self._limit
+
+
+def _finished_faults(selection: Selection, facts: Mapping[str, Any], max_steps: int) -> list[Fault]:
+    """Refuse to go on with what is done: the Trainer of Transformers 5.17.0 would take one more step."""
+    if selection.record.facts.get("max_steps") == facts.get("max_steps"):
+        state = json.loads((selection.path / "trainer_state.json").read_text(encoding="utf-8"))
+        max_steps = state["max_steps"]
+    if not 0 < max_steps <= selection.record.step:
+        return []
+    fix = "raise max_steps, or take the weights of the checkpoint"
+    rule = f"all of {max_steps} steps are done"
+    return [Fault(where="resume", value=selection.path.name, rule=rule, fix=fix)]
