@@ -32,7 +32,7 @@ def stay_on_loopback() -> None:
     if isinstance(plain, partial):
         return
     for module in (distributed, rendezvous, c10d_rendezvous_backend, static_tcp_rendezvous):
-        module.TCPStore = partial(_store, plain)  # type: ignore[attr-defined]
+        setattr(module, "TCPStore", partial(_store, plain))
 
 
 def _store(plain: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
