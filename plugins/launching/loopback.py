@@ -31,8 +31,9 @@ def stay_on_loopback() -> None:
     plain = distributed.TCPStore
     if isinstance(plain, partial):
         return
-    for module in (distributed, rendezvous, c10d_rendezvous_backend, static_tcp_rendezvous):
-        setattr(module, "TCPStore", partial(_store, plain))
+    modules: tuple[Any, ...] = (distributed, rendezvous, c10d_rendezvous_backend, static_tcp_rendezvous)
+    for module in modules:
+        module.TCPStore = partial(_store, plain)
 
 
 def _store(plain: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
