@@ -1,0 +1,132 @@
+"""The software behind each published table, as facts of its code: attention, traffic, overlap, recomputation.
+
+None of these numbers is fitted. Bytes are counted operation by operation from the sources named; a table that does not
+say a fact gets the default of its framework.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.ds_configs.step_time.software import Software
+
+MEGATRON = Software(
+    attention="eager",
+    # Fused LayerNorm (2 read, 2 written) and fused bias, dropout and residual (5 read and written, 1 of mask), twice.
+    hidden_bytes_forward=22.0,
+    hidden_bytes_backward=34.0,
+    # Bias and GELU in one kernel.
+    inner_bytes_forward=4.0,
+    inner_bytes_backward=8.0,
+    projected_bytes=16.0,
+    # Product, fused scale, mask and softmax, dropout with its mask, product; backward the same, twice.
+    score_bytes_forward=13.0,
+    score_bytes_backward=21.0,
+    # fp32 logits, maximum, exponentials and their gradient (`vocab_parallel_cross_entropy`).
+    loss_bytes=36.0,
+    kernels_forward=35.0,
+    kernels_backward=70.0,
+    optimizer_bytes=40.0,
+    overlaps_reduction=False,
+    reduction_bytes=2,
+    vocabulary_parallel=True,
+    padded_vocabulary=128,
+    even_stages=True,
+)
+"""Megatron-LM of 2021 and what follows it (vTrain's Megatron-DeepSpeed, MT-NLG): eager attention, fused elementwise
+kernels, gradients reduced after the backward pass in 16 bit."""
+
+MT_NLG = replace(MEGATRON, reduction_bytes=4, gradient_bytes=14.0)
+"""DeepSpeed's pipeline engine in bf16: `BF16_Optimizer` adds gradients to fp32 ones (2 and 4 read, 4 written, and 4 to
+clear) and reduces them in fp32."""
+
+MEGATRON_CORE = replace(
+    MEGATRON,
+    attention="fused",
+    sequence_parallel_norms=True,
+    overlaps_reduction=True,
+    overlaps_tensor_parallel=True,
+    overlaps_transfers=True,
+    virtual_stages=2,
+    kernels_forward=25.0,
+    kernels_backward=45.0,
+    score_bytes_forward=0.0,
+    score_bytes_backward=0.0,
+)
+"""Megatron-Core r0.8.0 with Transformer Engine: fused attention, sequence parallelism, overlapped reductions."""
+
+MPT = Software(
+    hidden_bytes_forward=26.0,
+    hidden_bytes_backward=40.0,
+    inner_bytes_forward=4.0,
+    inner_bytes_backward=8.0,
+    projected_bytes=16.0,
+    loss_bytes=32.0,
+    kernels_forward=22.0,
+    kernels_backward=45.0,
+    optimizer_bytes=36.0,
+    reduction_bytes=4,
+)
+"""llm-foundry's MPT under FSDP: Triton FlashAttention, 16-bit LayerNorm, GELU; `DEFAULT` reduces in fp32."""
+
+INTERNEVO = Software(
+    hidden_bytes_forward=40.0,
+    hidden_bytes_backward=60.0,
+    inner_bytes_forward=10.0,
+    inner_bytes_backward=18.0,
+    projected_bytes=30.0,
+    loss_bytes=24.0,
+    kernels_forward=30.0,
+    kernels_backward=60.0,
+    optimizer_bytes=40.0,
+    reduction_bytes=2,
+    vocabulary_parallel=True,
+)
+"""InternEvo: FlashAttention, SwiGLU, fused RMSNorm where apex is there, hierarchical ZeRO-1."""
+
+TORCHTITAN = Software(
+    hidden_bytes_forward=60.0,
+    hidden_bytes_backward=90.0,
+    inner_bytes_forward=10.0,
+    inner_bytes_backward=18.0,
+    projected_bytes=50.0,
+    loss_bytes=32.0,
+    kernels_forward=40.0,
+    kernels_backward=80.0,
+    optimizer_bytes=36.0,
+    reduction_bytes=4,
+    sequence_parallel_norms=True,
+    vocabulary_parallel=True,
+)
+"""torchtitan in eager mode: FSDP2 that reduces in fp32, sdpa, tensor parallelism with sequence parallelism."""
+
+COMPILED = replace(
+    TORCHTITAN,
+    hidden_bytes_forward=16.0,
+    hidden_bytes_backward=28.0,
+    inner_bytes_forward=6.0,
+    inner_bytes_backward=10.0,
+    projected_bytes=12.0,
+    loss_bytes=16.0,
+    kernels_forward=15.0,
+    kernels_backward=25.0,
+)
+"""torch.compile fuses norms, residuals, rotary embeddings, activation and loss."""
+
+BERT = Software(
+    attention="eager",
+    hidden_bytes_forward=44.0,
+    hidden_bytes_backward=60.0,
+    inner_bytes_forward=12.0,
+    inner_bytes_backward=20.0,
+    projected_bytes=24.0,
+    score_bytes_forward=22.0,
+    score_bytes_backward=30.0,
+    loss_bytes=32.0,
+    kernels_forward=40.0,
+    kernels_backward=75.0,
+    optimizer_bytes=44.0,
+    step_seconds=5e-3,
+    micro_batch_seconds=2e-3,
+)
+"""Transformers 4.12 (GPT-2, BERT): eager attention with dropout on its scores, LayerNorm, eager GELU."""

@@ -1,0 +1,65 @@
+"""The optimizer step on the accelerator, on the host and from NVMe, and the copies that offload makes."""
+
+from __future__ import annotations
+
+from ..specs.hardware import HardwareSpec
+from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.strategy import Strategy
+from .constants import GpuConstants
+from .software import Software
+
+HOST_MEMORY_BYTES_PER_S = 150e9
+"""Bandwidth of a node's memory that CPU Adam reaches on all its ranks: about 0.4 of two sockets of eight DDR4-3200
+channels (410 GB/s); an assumption, which offload's interval carries."""
+
+NVME_BYTES_PER_S = 6e9
+"""Bandwidth of a node's NVMe, read and write: a pair of PCIe 4 drives; an assumption."""
+
+HOST_ADAM_BYTES = 30
+"""Traffic of CPU Adam for each parameter: reads of gradient, weight and two moments, writes of the latter three and of
+the 16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp)."""
+
+_ADAM_STATE_BYTES = 8
+
+
+def optimizer_seconds(
+    strategy: Strategy,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    software: Software,
+    constants: GpuConstants,
+    *,
+    parameters: float,
+) -> dict[str, float]:
+    """Return the seconds of stepping `parameters` on each rank, by term; gradients cross PCIe beside the backward pass.
+
+    On the accelerator the step is bound by its memory; a small state is less traffic.
+    """
+    states = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
+    if strategy.offload_optimizer == "none":
+        traffic = software.optimizer_bytes + 2 * (states - _ADAM_STATE_BYTES)
+        return {
+            "optimizer": parameters * traffic / (hardware.memory_bytes_per_s * constants.memory_efficiency),
+        }
+    ranks = min(strategy.world_size, hardware.gpus_per_node)
+    host = parameters * HOST_ADAM_BYTES / (HOST_MEMORY_BYTES_PER_S / ranks)
+    copies = 2 * parameters * job.compute_bytes / constants.host_link_bytes_per_s
+    terms = {"host_optimizer": host, "host_copies": copies}
+    if strategy.offload_optimizer == "nvme":
+        # fp32 weights, moments and gradients come and go.
+        terms["nvme"] = 2 * parameters * (8 + states) / (NVME_BYTES_PER_S / ranks)
+    return terms
+
+
+def parameter_copy_seconds(
+    strategy: Strategy, hardware: HardwareSpec, job: TrainingJob, constants: GpuConstants, *, parameters: float
+) -> float:
+    """Return the seconds in which a rank fetches its offloaded parameters for one pass over them."""
+    if strategy.offload_param == "none":
+        return 0.0
+    size = parameters * job.compute_bytes
+    seconds = size / constants.host_link_bytes_per_s
+    if strategy.offload_param == "nvme":
+        ranks = min(strategy.world_size, hardware.gpus_per_node)
+        seconds = max(seconds, size / (NVME_BYTES_PER_S / ranks))
+    return seconds
