@@ -81,6 +81,8 @@ INTERNEVO = Software(
     optimizer_bytes=40.0,
     reduction_bytes=2,
     vocabulary_parallel=True,
+    # Each tensor is broadcast by the rank that steps it: about 290 of 7.3 billion elements.
+    update_bucket=25_000_000,
 )
 """InternEvo: FlashAttention, SwiGLU, fused RMSNorm where apex is there, hierarchical ZeRO-1."""
 

@@ -213,7 +213,7 @@ def sequence_fits_the_positions(candidate: Candidate) -> Fault | None:
 
 def chunked_loss_is_supported(candidate: Candidate) -> Fault | None:
     """Liger patches the families it knows and leaves others silently (liger_kernel/transformers/monkey_patch.py)."""
-    if candidate.job.loss == "eager" or candidate.model.model_type in CHUNKED_LOSS_FAMILIES:
+    if candidate.job.loss != "chunked" or candidate.model.model_type in CHUNKED_LOSS_FAMILIES:
         return None
     return Fault(
         where="loss",

@@ -12,7 +12,7 @@ from ..specs.model import ModelSpec, adapter_sizes
 from ..specs.strategy import Strategy, ZeroOptions
 from .moments import Moment, Terms, at_moments
 from .rank_parameters import RankParameters, rank_parameters
-from .zero3_gathers import gathered_elements
+from .zero3_gathers import Recomputed, gathered_elements
 
 
 def buffer_terms(
@@ -141,7 +141,7 @@ def _stage3_gathers(
         persistent += sum(numel * count for numel, count in adapters if numel <= threshold)
     reduced = _reduction_bytes(strategy, job)
     always = {"persistent_parameters": width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
-    held = gathered_elements(model, zero, checkpointing=strategy.gradient_checkpointing)
+    held = gathered_elements(model, zero, recomputed=_recomputed_share(strategy, model))
     more = {moment: {"gathered_parameters": width * count} for moment, count in held.items()}
     # A tied head's gradient waits in autograd for the embedding's.
     tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
@@ -165,6 +165,12 @@ def _stage3_gathers(
         if moment != "head_backward":
             more[moment] |= {"reduce_copy": copied, "prefetch_copies": fetched}
     return at_moments(always, **more)
+
+
+def _recomputed_share(strategy: Strategy, model: ModelSpec) -> Recomputed:
+    layers = model.dimensions.num_layers
+    recomputed = strategy.recomputed_layers(layers)
+    return "all" if recomputed == layers else "some" if recomputed else "none"
 
 
 def _fsdp2_units(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ..specs.errors import Fault, UsageError
@@ -20,7 +21,6 @@ _StageCost = Callable[[int, int, int], float]
 _BISECTIONS = 60
 
 
-@lru_cache(maxsize=256)
 def pipeline_stages(
     model: ModelSpec, job: TrainingJob, pp: int, *, tensor_parallel_size: int = 1
 ) -> tuple[PipelineStage, ...]:
@@ -36,6 +36,15 @@ def pipeline_stages(
     Raises:
         UsageError: there are fewer layers than stages.
     """
+    # What the stages do not depend on is no part of the key.
+    plain = replace(job, loss="auto", global_batch_size=None, strategy="auto", offload="auto", objective="throughput")
+    return _fastest_stages(model, plain, pp, tensor_parallel_size)
+
+
+@lru_cache(maxsize=512)
+def _fastest_stages(
+    model: ModelSpec, job: TrainingJob, pp: int, tensor_parallel_size: int
+) -> tuple[PipelineStage, ...]:
     layers = model.dimensions.num_layers
     if not 1 <= pp <= layers:
         rule = f"cannot exceed the {layers} layers"

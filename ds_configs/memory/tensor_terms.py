@@ -77,8 +77,8 @@ def _activation_terms(
     moments = _micro_batch_terms(strategy, share.model, job, traced)
     if share.stage is None:
         return moments
-    per_layer, _ = _layer_bytes(strategy, share.model, job, traced)
-    return _stage_terms(moments, share, strategy, job, traced, per_layer)
+    kept = _kept_bytes(strategy, share.model, job, traced, share.model.dimensions.num_layers)
+    return _stage_terms(moments, share, strategy, job, traced, kept)
 
 
 def _micro_batch_terms(
@@ -89,16 +89,21 @@ def _micro_batch_terms(
     All layers' activations live until the last layer's backward; the first layer's finds only its own.
     """
     layers, ranks = model.dimensions.num_layers, strategy.sp * strategy.cp
-    per_layer, transient = _layer_bytes(strategy, model, job, traced)
+    recomputed = strategy.recomputed_layers(layers)
     gathered = _gathered_keys_and_values_bytes(strategy, model, job)
-    transient_terms = {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
 
     def kept(count: int) -> Terms:
-        return {"activations": (count * per_layer + traced.outside_layer_bytes) // ranks}
+        count_bytes = _kept_bytes(strategy, model, job, traced, count)
+        return {"activations": (count_bytes + traced.outside_layer_bytes) // ranks}
+
+    def backward(*, again: bool) -> Terms:
+        _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
+        return {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
 
     forward = kept(layers)
-    if strategy.gradient_checkpointing or gathered:
-        own = traced.forward_transient_bytes // ranks if strategy.gradient_checkpointing else 0
+    if recomputed or gathered:
+        # The last layer, at which most is kept, runs without recomputation unless all layers have it.
+        own = traced.forward_transient_bytes // ranks if recomputed == layers else 0
         forward |= {"forward_transient": own + gathered}
     loss = _loss_terms(strategy, model, job, traced)
     around = kept(layers) | _dequantized(model, job)
@@ -109,9 +114,9 @@ def _micro_batch_terms(
         loss_backward=around | loss["loss_backward"],
         head_backward=kept(layers) | loss["head_backward"],
         after_head=kept(layers),
-        last_layer_backward=kept(layers) | transient_terms,
+        last_layer_backward=kept(layers) | backward(again=recomputed == layers),
         after_last_layer=kept(layers - 1),
-        first_layer_backward=kept(1) | transient_terms,
+        first_layer_backward=kept(1) | backward(again=recomputed > 0),
         after_first_layer=kept(0),
     )
 
@@ -128,14 +133,26 @@ def _gathered_keys_and_values_bytes(strategy: Strategy, model: ModelSpec, job: T
     return 2 * model.dimensions.key_value_size * tokens * job.compute_bytes
 
 
-def _layer_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate) -> tuple[int, int]:
+def _kept_bytes(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, layers: int
+) -> int:
+    """Return what the first `layers` keep until their backward passes: recomputed ones come first."""
+    recomputed = min(layers, strategy.recomputed_layers(model.dimensions.num_layers))
+    saved, _ = _layer_bytes(strategy, model, job, traced, recomputed=False)
+    checkpointed, _ = _layer_bytes(strategy, model, job, traced, recomputed=True)
+    return recomputed * checkpointed + (layers - recomputed) * saved
+
+
+def _layer_bytes(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, *, recomputed: bool
+) -> tuple[int, int]:
     """Return what a layer keeps until its backward, and what that needs beyond what is kept."""
     tokens = strategy.micro_batch_size * job.seq_len_tokens
     more = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
     if strategy.sp > 1:
         # What attention returns is saved for whole sequences and, after the exchange of heads, for all heads.
         more += job.compute_bytes * tokens * model.dimensions.query_size
-    if strategy.gradient_checkpointing:
+    if recomputed:
         return traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more
     return traced.saved_bytes_per_layer + more, traced.backward_transient_bytes
 
@@ -159,7 +176,8 @@ def _weight_copies(
     all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
     one_layer = {name: count // layers for name, count in all_layers.items()}
     making = {"adapted_expert_update": _update_bytes(experts)}
-    if not strategy.gradient_checkpointing:
+    recomputed = strategy.recomputed_layers(layers)
+    if not recomputed:
         return at_moments(
             {},
             last_layer_forward={**all_layers, **making},
@@ -167,13 +185,17 @@ def _weight_copies(
             **dict.fromkeys(("last_layer_backward", "after_last_layer"), all_layers),
             **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
         )
-    autocast = {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
     again = one_layer | making
+    # Layers that are not recomputed keep theirs for the backward pass.
+    held = {name: count * (layers - recomputed) // layers for name, count in all_layers.items()}
+    autocast = held | {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
     return at_moments(
         {},
-        last_layer_forward={**again, **autocast},
+        last_layer_forward={**again, **autocast} if recomputed == layers else {**making, **autocast},
         **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), autocast),
-        **dict.fromkeys(("last_layer_backward", "first_layer_backward"), again),
+        last_layer_backward=again if recomputed == layers else held,
+        after_last_layer={name: max(0, count - one_layer[name]) for name, count in held.items()},
+        first_layer_backward=again,
     )
 
 
@@ -200,7 +222,7 @@ def _loss_terms(
     if job.loss == "chunked" and job.method == "full":
         more["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
-    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss == "eager" else 0
+    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss != "chunked" else 0
     return at_moments(
         {},
         forward_end=more | {"loss": traced.loss_forward_peak_bytes // ranks},
@@ -229,14 +251,14 @@ def _stage_terms(
         strategy: The layout.
         job: What is trained.
         traced: Activation bytes of one micro-batch.
-        layer_bytes: What one layer keeps of one micro-batch.
+        layer_bytes: What the stage's layers keep of one micro-batch.
     """
     stage = share.stage
     assert stage is not None, "only a pipeline has stages"
     border = job.compute_bytes * strategy.micro_batch_size * job.seq_len_tokens * share.model.dimensions.hidden_size
     kept = (0 if stage.has_embedding else border) + (0 if stage.has_head else border)
     others = share.micro_batches_in_flight - 1
-    of_others = others * (stage.num_layers * layer_bytes + traced.outside_layer_bytes + kept)
+    of_others = others * (layer_bytes + traced.outside_layer_bytes + kept)
     found: dict[Moment, Terms] = {}
     for moment, terms in moments.items():
         here = {name: count for name, count in terms.items() if stage.has_head or name not in _ONLY_ON_THE_LAST}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import Literal
 
 from ..specs.model import ModelSpec, ParameterShape
 from ..specs.strategy import ZeroOptions
@@ -31,14 +32,18 @@ _Unit = tuple[_Tensor, ...]
 """The parameters that a module's turn needs; empty for containers and activation functions."""
 
 
+Recomputed = Literal["none", "some", "all"]
+"""Which layers run their forward pass again: none, the first ones, or all."""
+
+
 @lru_cache(maxsize=256)
-def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, checkpointing: bool) -> dict[Moment, int]:
+def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed) -> dict[Moment, int]:
     """Return the elements gathered at each moment, without the persistent ones.
 
     A model with many layers is replayed with as many as the queue can hold at once and some more, since the others
     repeat.
     """
-    turns = _turns(model, zero, checkpointing)
+    turns = _turns(model, zero, recomputed)
     held: dict[Moment, int] = {}
     for (_, moment), available in zip(turns, _replay([unit for unit, _ in turns], zero), strict=True):
         if moment is not None:
@@ -65,7 +70,7 @@ def forward_gathered_elements(model: ModelSpec, zero: ZeroOptions) -> int:
     return max(_replay(units, zero))
 
 
-def _turns(model: ModelSpec, zero: ZeroOptions, checkpointing: bool) -> list[tuple[_Unit, Moment | None]]:
+def _turns(model: ModelSpec, zero: ZeroOptions, recomputed: Recomputed) -> list[tuple[_Unit, Moment | None]]:
     """Return the turns of one step in order, each with the moment that it counts for.
 
     The turn after the head's forward stands for the loss, that of the model itself.
@@ -84,7 +89,9 @@ def _turns(model: ModelSpec, zero: ZeroOptions, checkpointing: bool) -> list[tup
             moment = "first_layer_backward"
         if index == len(layers) - 1:
             moment = "last_layer_backward"
-        again = layer if checkpointing else []
+        # Of some recomputed layers the first is one, and the last is none.
+        runs_again = recomputed == "all" or (recomputed == "some" and index < len(layers) - 1)
+        again = layer if runs_again else []
         turns += [(unit, moment) for unit in [(), *again, *reversed(layer)]]
     turns += [(unit, "embedding_backward") for unit in reversed(embeddings)]
     return turns

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
-from ..search.choice import Evaluated, search
+from ..search.choice import Evaluated, ParetoPoint, search
 from ..search.suggestions import Suggestion, cheapest_changes
 from ..specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -37,7 +37,9 @@ class Plan:
     chosen: Evaluated
     """The strategy that runs, with its memory and reason."""
     rejected: tuple[Evaluated, ...]
-    """The other layouts with theirs, most preferred first."""
+    """The other layouts with theirs: those that fit first, fastest first."""
+    pareto: tuple[ParetoPoint, ...] = ()
+    """Layouts from the fastest to the leanest, none of which another one beats in both."""
     versions: tuple[tuple[str, str], ...] = ()
     """Library versions that the plan was made with, by name."""
 
@@ -139,8 +141,9 @@ def make_plan(
     return Plan(
         model=model,
         hardware=hardware,
-        job=job,
+        job=outcome.job,
         chosen=outcome.chosen,
         rejected=outcome.rejected,
+        pareto=outcome.pareto,
         versions=versions,
     )

@@ -32,11 +32,13 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "gpu_memory": asdict(plan.chosen.memory.gpu),
             "host_memory": _host_dict(plan.chosen.memory),
             "nvme_bytes_per_node": plan.chosen.memory.host.nvme_bytes_per_node,
-            "step_time": None,
+            "step_time": asdict(plan.chosen.time),
+            "loss": plan.chosen.loss,
             "reason": plan.chosen.reason,
             "teacher": None if plan.chosen.teacher is None else asdict(plan.chosen.teacher),
         },
         "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
+        "pareto": [asdict(point) for point in plan.pareto],
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
     }
@@ -83,6 +85,8 @@ def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
         "gpu_memory": asdict(candidate.memory.gpu),
         "host_memory": _host_dict(candidate.memory),
         "nvme_bytes_per_node": candidate.memory.host.nvme_bytes_per_node,
+        "step_time": asdict(candidate.time),
+        "loss": candidate.loss,
     }
 
 
@@ -124,6 +128,7 @@ def _plan_values(data: Mapping[str, Any]) -> dict[str, Any]:
         "job": job,
         "chosen": _evaluated_values(data["chosen"]),
         "rejected": [_evaluated_values(candidate) for candidate in data["rejected"]],
+        "pareto": data["pareto"],
         "versions": list(data["versions"].items()),
     }
 
@@ -136,6 +141,8 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "strategy": strategy,
         "reason": candidate["reason"],
+        "time": candidate["step_time"],
+        "loss": candidate["loss"],
         "teacher": candidate.get("teacher"),
         "analysis_only": candidate.get("analysis_only", False),
         "memory": {

@@ -5,38 +5,39 @@ from __future__ import annotations
 from ..legality.candidate import Candidate
 from ..legality.rules import batch_equation, sizes_are_positive, world_is_the_product
 from ..memory.buffers import default_zero_options
-from ..memory.estimate import MemoryEstimate
 from ..specs.errors import Fault
 from ..specs.strategy import Strategy
-from ..step_time.step_cost import step_cost
 from .axis_levels import three_dimensional
-from .variants import Question, best_variant
+from .fastest import WITHIN, Search, search_fastest
+from .variants import Question, Variant, losses, variants
 
 _MOST = 12
-"""Layouts whose memory is estimated, cheapest first."""
+"""Layouts whose variants are searched, fastest first."""
 
 
-def best_three_dimensional(question: Question, *, lost_seconds: float) -> tuple[Strategy, MemoryEstimate, str] | None:
-    """Return the layout of tensor, pipeline and data parallelism that fits and loses less, and why it cannot run.
+def best_three_dimensional(question: Question, *, faster_than: float) -> tuple[Variant, str] | None:
+    """Return the layout of tensor, pipeline and data parallelism that fits and is faster, and why it cannot run.
 
-    `None` when there is none that loses less than `lost_seconds` of a step.
+    `None` when none is faster than so many tokens per second by more than 1 %.
     """
     model, hardware, job = question.model, question.hardware, question.job
-    if lost_seconds <= 0:
-        return None
     zero = default_zero_options(model, job, stage=1)
     base = Strategy(engine="deepspeed", zero_stage=1, dp_shard=hardware.world_size, zero=zero)
-    costed = [
-        (step_cost(strategy, model, hardware, job).lost_seconds, index, strategy, why_not)
-        for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job))
-    ]
-    cheaper = sorted(entry for entry in costed if entry[0] < lost_seconds)
-    for _, _, strategy, why_not in cheaper[:_MOST]:
-        found = best_variant(strategy, question, level=0, faults=[], judge=_sizes_only)
-        # What loads such a model would decide about host memory.
-        if found is not None and found.memory.gpu.fits:
-            return found.strategy, found.memory, why_not
-    return None
+    asked = losses(question)[:1]
+    reasons: dict[int, str] = {}
+    by_level: dict[int, list[Variant]] = {}
+    for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
+        found = [one for one in variants(strategy, asked, index, [], _sizes_only) if WITHIN * one.tokens_per_second > faster_than]
+        if found:
+            by_level[index] = sorted(found, key=lambda one: (-one.tokens_per_second, one.complexity))
+            reasons[index] = why_not
+    fastest = sorted(by_level, key=lambda index: -by_level[index][0].tokens_per_second)[:_MOST]
+    if not fastest:
+        return None
+    best = search_fastest(Search(by_level=by_level, partial=job.gradient_checkpointing == "auto"), fastest)
+    if best is None or WITHIN * best.tokens_per_second <= faster_than:
+        return None
+    return best, reasons[best.level]
 
 
 def _sizes_only(candidate: Candidate) -> tuple[Fault, ...]:

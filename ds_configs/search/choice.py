@@ -1,4 +1,4 @@
-"""The choice: the first layout in the order of preference that fits, with its reason and the rejected ones."""
+"""The choice: the fastest layout that fits, the simpler one of those within 1 %, with its reason and the others'."""
 
 from __future__ import annotations
 
@@ -16,29 +16,37 @@ from ..specs.job import OPTIMIZERS, TrainingJob, validate_job
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
 from ..specs.teacher_placement import TeacherChoice
-from ..step_time.step_cost import step_cost
+from ..step_time.estimate import StepTime
 from .analysis_only import best_three_dimensional
+from .fastest import Search, frontier, search_fastest, shortage
 from .levels import candidate_levels
 from .reasons import analysis_reason, chosen_reason, rejected_reason
 from .teacher_choice import choose_teacher, jobs_by_placement
-from .variants import ENOUGH_TOKENS, USEFUL_TOKENS, Question, Variant, best_variant, micro_batches
+from .variants import Question, Variant, losses, variants
 
-__all__ = ["ENOUGH_TOKENS", "USEFUL_TOKENS", "Evaluated", "Outcome", "micro_batches", "search"]
+__all__ = ["Evaluated", "Outcome", "ParetoPoint", "search"]
 
 _SHOWN_OF_AN_AXIS = 2
 """Sizes of one axis that were not taken and are shown."""
 
+_MOST_TRIED_FOR_COMPARISON = 4
+"""Variants of a slower layout whose memory is estimated to show it at its best."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """A strategy with its memory and the sentence that says why it was taken or not."""
+    """A strategy with its memory, its time and the sentence that says why it was taken or not."""
 
     strategy: Strategy
-    """The layout with micro-batch and checkpointing."""
+    """The layout with micro-batch and recomputation."""
     memory: MemoryEstimate
     """Its predicted memory."""
+    time: StepTime
+    """The predicted time of its step."""
     reason: str
     """One sentence with numbers."""
+    loss: str = "eager"
+    """How head and loss are computed: `eager` or `chunked`."""
     teacher: TeacherChoice | None = None
     """Where the teacher lives under the chosen layout; `None` without one, and for layouts that were not taken."""
     analysis_only: bool = False
@@ -46,13 +54,35 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParetoPoint:
+    """A layout that no other one beats in both speed and memory."""
+
+    label: str
+    """The layout in words, with micro-batch, recomputation and loss."""
+    tokens_per_second: float
+    """Predicted speed of all ranks together."""
+    step_seconds: float
+    """Predicted time of a step."""
+    high_bytes: int
+    """Upper end of its memory on one accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """What the search found."""
 
     chosen: Evaluated | None
-    """The preferred layout that fits; `None` when none does."""
+    """The fastest layout that fits; `None` when none does."""
     rejected: tuple[Evaluated, ...]
-    """All other layouts in the order of preference."""
+    """All other layouts, those that fit first, fastest first."""
+    pareto: tuple[ParetoPoint, ...] = ()
+    """Layouts from the fastest to the leanest."""
+    job: TrainingJob
+    """The job with the loss that was chosen."""
+    candidates: int = 0
+    """Variants whose time was predicted."""
+    estimated: int = 0
+    """Variants whose memory was estimated."""
 
 
 def search(
@@ -63,7 +93,7 @@ def search(
     activations: ActivationSource | None = None,
     calibration: Calibration | None = None,
 ) -> Outcome:
-    """Return the first layout in the order of preference that fits, and why the others were not taken.
+    """Return the layout that the job's objective prefers among those that fit, and why the others were not taken.
 
     A teacher is tried whole on every rank, then sharded, then in host memory, each under all layouts without offload
     before the student's states leave the accelerator.
@@ -75,80 +105,71 @@ def search(
     question = Question(model=model, hardware=hardware, job=job, activations=activations, calibration=calibration)
     faults: list[Fault] = []
     levels = candidate_levels(model, hardware, job)
-    tried = _try_in_order(levels, question, faults)
-    if not tried:
+    attempts = _attempts(levels, question)
+    taken, found = None, Search(by_level={}, partial=False)
+    tried: list[Search] = []
+    for asked, indices in attempts:
+        found = _timed(levels, indices, asked, faults)
+        tried.append(found)
+        taken = _preferred(found, job)
+        if taken is not None:
+            break
+    if not any(one.by_level for one in tried):
         raise UsageError(list(dict.fromkeys(faults)) or [_nothing_allowed(job)])
-    return _outcome(tried, question)
+    return _outcome(taken, found, tried, question)
 
 
-def _try_in_order(levels: list[Strategy], question: Question, faults: list[Fault]) -> list[Variant]:
-    """Return the layouts that are legal, each at its best, in the order in which they are preferred.
+def _attempts(levels: list[Strategy], question: Question) -> list[tuple[Question, list[int]]]:
+    """Return what is tried in turn: everything at once without a teacher, else each of its placements by offload."""
+    usable = _usable(levels, question)
+    placed = [replace(question, job=job) for job in jobs_by_placement(question.job, question.hardware)]
+    if len(placed) == 1:
+        return [(placed[0], usable)]
+    inside = [index for index in usable if levels[index].offload_optimizer == "none"]
+    outside = [index for index in usable if levels[index].offload_optimizer != "none"]
+    return [(asked, indices) for indices in (inside, outside) for asked in placed if indices]
 
-    Those with axes beyond data parallelism are evaluated until a layout fits, and then the first of each axis, for
-    comparison. A layout without lost time that fits is preferred to all of them, so that they cost nothing then.
+
+def _usable(levels: list[Strategy], question: Question) -> list[int]:
+    """Return the layouts to try: without offload no division of states helps that all accelerators cannot hold.
+
+    At least fp32 master weights, optimizer states and 16-bit gradients of what is trained. Where every layout is of
+    that kind, all are tried, so that the reasons can say what they need.
     """
-    tried: list[Variant] = []
-    later: dict[frozenset[str], tuple[int, Question]] = {}
-    illegal = _plain_layouts_are_illegal(levels, question)
-    for tier in dict.fromkeys((level.offload_optimizer, level.offload_param) for level in levels):
-        possible = not illegal and _states_fit_together(question, tier)
-        for placed in jobs_by_placement(question.job, question.hardware):
-            asked = replace(question, job=placed)
-            for index, level in enumerate(levels):
-                if (level.offload_optimizer, level.offload_param) != tier:
-                    continue
-                if level.axes and not _fixes(level, placed):
-                    if not possible:
-                        continue
-                    if any(variant.memory.fits for variant in tried):
-                        later.setdefault(frozenset(level.axes), (index, asked))
-                        continue
-                unasked = level.axes and not _fixes(level, placed)
-                found = best_variant(level, asked, level=index, faults=[] if unasked else faults)
-                tried += [] if found is None else [found]
-    return tried + _for_comparison(tried, levels, later)
+    job, hardware = question.job, question.hardware
+    parameters = rank_parameters(question.model, job)
+    states = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
+    least = parameters.trainable * (6 + states) + parameters.frozen_bytes
+    if least <= hardware.gpu_bytes * hardware.world_size:
+        return list(range(len(levels)))
+    return [i for i, level in enumerate(levels) if not level.axes or level.offload_optimizer != "none" or _fixed(level, job)]
 
 
-def _for_comparison(
-    tried: list[Variant], levels: list[Strategy], later: dict[frozenset[str], tuple[int, Question]]
-) -> list[Variant]:
-    """Return the first layout of each axis that comes after the chosen one, where axes were weighed at all."""
-    taken = next((variant for variant in tried if variant.memory.fits), None)
-    if taken is None or not any(variant.strategy.axes for variant in tried):
-        return []
-    seen = {frozenset(variant.strategy.axes) for variant in tried}
-    found = (
-        best_variant(levels[index], question, level=index, faults=[])
-        for axes, (index, question) in later.items()
-        if axes not in seen and index > taken.level
-    )
-    return [variant for variant in found if variant is not None]
-
-
-def _fixes(level: Strategy, job: TrainingJob) -> bool:
+def _fixed(level: Strategy, job: TrainingJob) -> bool:
     return all((job.axis_sizes[axis] or 1) == size for axis, size in level.axes.items())
 
 
-def _plain_layouts_are_illegal(levels: list[Strategy], question: Question) -> bool:
-    """Whether the batch, rather than memory, rules out every layout without unasked axes, and can be mended."""
-    job = question.job
-    asked = [level.data_parallel_size for level in levels if _fixes(level, job)]
-    if job.global_batch_size is None or not asked or job.global_batch_size < min(asked):
-        return False
-    return all(job.global_batch_size % ((job.micro_batch_size or 1) * ranks) != 0 for ranks in asked)
+def _timed(levels: list[Strategy], indices: list[int], question: Question, faults: list[Fault]) -> Search:
+    """Return all legal variants of the layouts with their times, fastest first in each."""
+    questions = losses(question)
+    by_level: dict[int, list[Variant]] = {}
+    timed = 0
+    for index in indices:
+        unasked = bool(levels[index].axes) and not _fixed(levels[index], question.job)
+        found = list(variants(levels[index], questions, index, [] if unasked else faults))
+        timed += len(found)
+        if found:
+            by_level[index] = sorted(found, key=lambda one: (-one.tokens_per_second, one.complexity))
+    partial = question.job.gradient_checkpointing == "auto"
+    return Search(by_level=by_level, partial=partial, timed=timed)
 
 
-def _states_fit_together(question: Question, tier: tuple[str, str]) -> bool:
-    """Whether all accelerators together could hold the states: without that no division of them helps.
-
-    At least fp32 master weights, optimizer states and 16-bit gradients of what is trained.
-    """
-    if tier != ("none", "none"):
-        return True
-    parameters = rank_parameters(question.model, question.job)
-    states = OPTIMIZERS[question.job.optimizer].state_bytes_per_parameter
-    least = parameters.trainable * (6 + states) + parameters.frozen_bytes
-    return least <= question.hardware.gpu_bytes * question.hardware.world_size
+def _preferred(found: Search, job: TrainingJob) -> Variant | None:
+    if job.objective == "memory":
+        possible = [level for level in found.by_level if found.possible(level)]
+        leanest = [found.leanest[level] for level in possible]
+        return min(leanest, key=lambda one: (one.memory.gpu.high_bytes, -one.tokens_per_second), default=None)
+    return search_fastest(found, found.by_level)
 
 
 def _nothing_allowed(job: TrainingJob) -> Fault:
@@ -160,85 +181,144 @@ def _nothing_allowed(job: TrainingJob) -> Fault:
     )
 
 
-def _outcome(tried: list[Variant], question: Question) -> Outcome:
-    model, hardware, job = question.model, question.hardware, question.job
-    taken = next((variant for variant in tried if variant.memory.fits), None)
+def _outcome(taken: Variant | None, found: Search, tried: list[Search], question: Question) -> Outcome:
+    others = _for_comparison(found, taken)
     chosen, better = None, []
     if taken is not None:
-        smaller = [variant for variant in tried if variant.level < taken.level and not variant.memory.fits]
-        reason = chosen_reason(
-            taken.strategy,
-            taken.memory,
-            model,
-            hardware,
-            job,
-            skipped=taken.level,
-            smaller=[(variant.strategy, variant.memory) for variant in smaller],
-        )
-        teacher = choose_teacher(
-            taken.strategy,
-            taken.memory,
-            model,
-            hardware,
-            taken.job,
-            asked=job.teacher_placement != "auto",
-            activations=question.activations,
-            calibration=question.calibration,
-        )
-        chosen = Evaluated(strategy=taken.strategy, memory=taken.memory, reason=reason, teacher=teacher)
+        chosen = _chosen(taken, found, others, question)
         better = _analysis_only(taken, question)
-    others = [variant for variant in _one_for_each_layout(tried) if taken is None or variant.level != taken.level]
-    rejected = tuple(_rejected(variant, taken, question) for variant in _fewer_of_each_axis(others))
-    return Outcome(chosen=chosen, rejected=(*better, *rejected))
+    else:
+        others = _leanest_of_each(tried)
+    rejected = tuple(_rejected(variant, taken) for variant in _fewer_of_each_axis(others))
+    return Outcome(
+        chosen=chosen,
+        rejected=(*better, *rejected),
+        pareto=tuple(_pareto_point(variant) for variant in frontier(found.fitting)),
+        job=question.job if taken is None else replace(question.job, loss=taken.job.loss),
+        candidates=sum(one.timed for one in tried),
+        estimated=sum(one.estimated for one in tried),
+    )
 
 
-def _rejected(variant: Variant, taken: Variant | None, question: Question) -> Evaluated:
-    reason = rejected_reason(
-        variant.strategy,
-        variant.memory,
+def _chosen(taken: Variant, found: Search, others: list[Variant], question: Question) -> Evaluated:
+    teacher = choose_teacher(
+        taken.strategy,
+        taken.memory,
         question.model,
         question.hardware,
-        variant.job,
-        chosen=None if taken is None else taken.strategy,
-        chosen_job=None if taken is None else taken.job,
+        taken.job,
+        asked=question.job.teacher_placement != "auto",
+        activations=question.activations,
+        calibration=question.calibration,
     )
-    return Evaluated(strategy=variant.strategy, memory=variant.memory, reason=reason)
+    faster = max(found.fitting, key=lambda one: one.tokens_per_second)
+    return Evaluated(
+        strategy=taken.strategy,
+        memory=taken.memory,
+        time=taken.time,
+        loss=taken.job.loss,
+        reason=chosen_reason(taken, question, faster=faster, others=others),
+        teacher=teacher,
+    )
+
+
+def _rejected(variant: Variant, taken: Variant | None) -> Evaluated:
+    return Evaluated(
+        strategy=variant.strategy,
+        memory=variant.memory,
+        time=variant.time,
+        loss=variant.job.loss,
+        reason=rejected_reason(variant, taken),
+    )
+
+
+def _pareto_point(variant: Variant) -> ParetoPoint:
+    strategy = variant.strategy
+    label = f"{strategy.label}, micro-batch {strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}"
+    if strategy.gradient_checkpointing:
+        layers = variant.question.model.dimensions.num_layers
+        label += f", {strategy.recomputed_layers(-(-layers // strategy.pp))} layers recomputed"
+    if variant.job.loss == "chunked":
+        label += ", chunked loss"
+    return ParetoPoint(
+        label=label,
+        tokens_per_second=variant.time.tokens_per_second,
+        step_seconds=variant.time.seconds,
+        high_bytes=variant.memory.gpu.high_bytes,
+    )
+
+
+def _for_comparison(found: Search, taken: Variant | None) -> list[Variant]:
+    """Return every other layout at its best: the fastest of its variants that fits, else the one that needs least."""
+    shown: list[Variant] = []
+    best_of: dict[int, Variant] = {}
+    for variant in found.fitting:
+        known = best_of.get(variant.level)
+        if known is None or variant.tokens_per_second > known.tokens_per_second:
+            best_of[variant.level] = variant
+    for level, timed in found.by_level.items():
+        if taken is not None and level == taken.level:
+            continue
+        if not found.possible(level):
+            shown.append(found.leanest[level])
+            continue
+        known = best_of.get(level)
+        for variant in timed[:_MOST_TRIED_FOR_COMPARISON] if not timed[0].strategy.axes else ():
+            if known is not None and variant.tokens_per_second <= known.tokens_per_second:
+                break
+            if found.fits(variant):
+                known = variant
+        shown.append(known or found.leanest[level])
+    return sorted(shown, key=_speed_or_need)
+
+
+def _speed_or_need(variant: Variant) -> tuple[bool, float, int]:
+    fits = variant.memory.fits
+    return not fits, -variant.tokens_per_second if fits else float(variant.memory.gpu.high_bytes), variant.level
+
+
+def _leanest_of_each(tried: list[Search]) -> list[Variant]:
+    best: dict[int, Variant] = {}
+    for found in tried:
+        for level in found.by_level:
+            found.possible(level)
+            variant = found.leanest[level]
+            known = best.get(level)
+            if known is None or _need(variant) < _need(known):
+                best[level] = variant
+    return sorted(best.values(), key=_speed_or_need)
+
+
+def _need(variant: Variant) -> tuple[int, int]:
+    return shortage(variant), variant.memory.gpu.high_bytes
 
 
 def _analysis_only(taken: Variant, question: Question) -> list[Evaluated]:
-    """Return the layout of tensor and pipeline parallelism together that would lose less, if there is one."""
-    lost = step_cost(taken.strategy, question.model, question.hardware, question.job).lost_seconds
-    found = best_three_dimensional(question, lost_seconds=lost)
+    """Return the layout of tensor and pipeline parallelism together that would be faster, if there is one."""
+    found = best_three_dimensional(question, faster_than=taken.tokens_per_second)
     if found is None:
         return []
-    strategy, memory, why_not = found
-    reason = analysis_reason(
-        strategy, memory, question.model, question.hardware, question.job, chosen=taken.strategy, why_not=why_not
-    )
-    return [Evaluated(strategy=strategy, memory=memory, reason=reason, analysis_only=True)]
+    variant, why_not = found
+    reason = analysis_reason(variant, taken, why_not=why_not)
+    return [
+        Evaluated(
+            strategy=variant.strategy, memory=variant.memory, time=variant.time, reason=reason, analysis_only=True
+        )
+    ]
 
 
-def _one_for_each_layout(tried: Iterable[Variant]) -> list[Variant]:
-    """Return the layouts in the order of preference, each with the first placement that fits, else the smallest."""
-    found: dict[int, Variant] = {}
-    for variant in tried:
-        known = found.setdefault(variant.level, variant)
-        smaller = variant.memory.gpu.high_bytes < known.memory.gpu.high_bytes
-        if not known.memory.fits and (variant.memory.fits or smaller):
-            found[variant.level] = variant
-    return [found[level] for level in sorted(found)]
-
-
-def _fewer_of_each_axis(variants: list[Variant]) -> list[Variant]:
-    """Leave out all but the smallest layouts of each axis, which say enough; those without further axes all stay."""
-    smallest: dict[frozenset[tuple[str, int]], Variant] = {}
-    for variant in sorted(variants, key=lambda variant: variant.memory.gpu.high_bytes):
-        smallest.setdefault(frozenset(variant.strategy.axes.items()), variant)
+def _fewer_of_each_axis(found: Iterable[Variant]) -> list[Variant]:
+    """Leave out all but the best layouts of each axis, which say enough; those without further axes all stay."""
     counts: Counter[frozenset[str]] = Counter()
-    shown: set[int] = set()
-    for sizes, variant in smallest.items():
-        axes = frozenset(axis for axis, _ in sizes)
-        counts[axes] += 1
-        if counts[axes] <= _SHOWN_OF_AN_AXIS:
-            shown.add(variant.level)
-    return [variant for variant in variants if not variant.strategy.axes or variant.level in shown]
+    sizes: set[frozenset[tuple[str, int]]] = set()
+    shown: list[Variant] = []
+    for variant in found:
+        axes = variant.strategy.axes
+        key = frozenset(axes.items())
+        if axes:
+            if key in sizes or counts[frozenset(axes)] >= _SHOWN_OF_AN_AXIS:
+                continue
+            sizes.add(key)
+            counts[frozenset(axes)] += 1
+        shown.append(variant)
+    return shown

@@ -1,8 +1,6 @@
-"""The layouts that the search tries, in the order of preference.
+"""The layouts that the search tries: engines and stages with their variants, offload, and axes beyond data parallelism.
 
-No offload comes before offload, CPU before NVMe; then what loses least of a step to communication and idle stages
-(`ds_configs/step_time/step_cost.py`); then the least communication; then the simpler engine. The order does not depend
-on the accelerator's memory, so more memory never leads to a higher stage.
+Their order decides nothing but ties. No offload comes before offload and CPU before NVMe.
 """
 
 from __future__ import annotations
@@ -10,13 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..memory.buffers import default_zero_options
-from ..memory.rank_parameters import rank_parameters
 from ..specs.hardware import HardwareSpec
 from ..specs.job import StrategyName, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import OffloadDevice, Strategy
-from ..step_time.communication import communication_seconds
-from ..step_time.step_cost import step_cost
 from .axis_levels import axes_to_try, fixes_axes, names_for_axes, with_axes
 
 _STAGES_OF_NAME = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3-hpz": 3}
@@ -27,11 +22,11 @@ _OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
     "nvme": ("nvme", "cpu"),
     "nvme-all": ("nvme", "nvme"),
 }
-_AUTO_NAMES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-hybrid")
+_AUTO_NAMES = ("single", "ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid")
 
 
 def candidate_levels(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Strategy]:
-    """Return the layouts that the job allows, most preferred first, with one sequence per micro-batch.
+    """Return the layouts that the job allows, with one sequence per micro-batch.
 
     A level is a layout without micro-batch and checkpointing, which the search then chooses.
     """
@@ -44,22 +39,8 @@ def candidate_levels(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob)
             wanted = _quantizing(names_for_axes(job, axes), job)
             bases = [_build(name, offload, model, hardware, replace(job, strategy=name)) for name in wanted]
             tier += [with_axes(base, axes, hardware) for base in bases if base is not None]
-        legal_shape = [_with_quantization(strategy, job) for strategy in tier if strategy is not None]
-        legal_shape.sort(key=lambda strategy: _preference(strategy, model, hardware, job))
-        levels += legal_shape
+        levels += [_with_quantization(strategy, job) for strategy in tier if strategy is not None]
     return levels
-
-
-def _preference(
-    strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
-) -> tuple[float, float, bool]:
-    """Order by what is lost of a step, then by what is communicated, then layouts without further axes first.
-
-    Nine digits, so that equal volumes summed in another order stay a tie, which the simpler engine wins.
-    """
-    lost = step_cost(strategy, model, hardware, job).lost_seconds
-    communicated = communication_seconds(strategy, hardware, job, rank_parameters(model, job))
-    return float(f"{lost:.9g}"), float(f"{communicated:.9g}"), bool(strategy.axes)
 
 
 _QUANTIZING = ("zero3", "zero3-hpz")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ..memory.estimate import MemoryEstimate
 from ..memory.moments import Terms
-from ..memory.rank_parameters import rank_parameters
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
 from ..specs.units import gigabytes
-from ..step_time.communication import communication_seconds
-from ..step_time.step_cost import StepCost, step_cost
+from ..step_time.estimate import StepTime
+from .variants import Question, Variant
 
 _NAMES = {
     "single": "One process",
@@ -47,55 +45,80 @@ def largest_terms(terms: Terms, *, count: int = 4) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {gigabytes(value)}" for name, value in ranked)
 
 
-def chosen_reason(
-    strategy: Strategy,
-    memory: MemoryEstimate,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    *,
-    skipped: int,
-    smaller: Sequence[tuple[Strategy, MemoryEstimate]] = (),
-) -> str:
-    """Return why this layout was taken; `smaller` holds the preferred ones that do not fit."""
-    gpu, cost = memory.gpu, step_cost(strategy, model, hardware, job)
-    asked = "the strategy you asked for" if job.strategy != "auto" else _preference(strategy, job, skipped, cost)
-    checkpointing = "with" if strategy.gradient_checkpointing else "without"
+def chosen_reason(taken: Variant, question: Question, *, faster: Variant, others: Sequence[Variant]) -> str:
+    """Return why this layout was taken; `faster` is the fastest that fits, `others` the best of each other layout."""
+    strategy, gpu = taken.strategy, taken.memory.gpu
     return (
-        f"{display_name(strategy)} is {asked}: it needs {gigabytes(gpu.peak_bytes)} GB "
+        f"{display_name(strategy)} is {_preference(taken, question)}: "
+        f"{speed(taken.time)}{_near(taken, faster)}. It needs {gigabytes(gpu.peak_bytes)} GB "
         f"({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of {gigabytes(gpu.capacity_bytes)} GB, at most "
         f"in the {gpu.phase} phase{_of_stage(gpu.stage)}: {largest_terms(gpu.terms)}; micro-batch "
-        f"{strategy.micro_batch_size} "
-        f"{checkpointing} gradient checkpointing{_calibrated(gpu.calibrated_runs, hardware)}."
-        + _of_division(strategy, model, job)
-        + _of_time(strategy, cost)
-        + (_too_large(strategy, smaller) if strategy.axes else "")
+        f"{strategy.micro_batch_size}{_accumulated(strategy)} {recomputation(taken)}"
+        f"{_calibrated(gpu.calibrated_runs, question.hardware)}."
+        + _of_division(strategy, question.model, question.job)
+        + (_too_large(strategy, others) if strategy.axes else "")
     )
 
 
+def speed(time: StepTime) -> str:
+    """Return the speed of a step with its interval and its largest terms."""
+    shown = ", ".join(f"{name.replace('_', ' ')} {_seconds(value)}" for name, value in _largest(time.terms))
+    return (
+        f"{time.tokens_per_second:,.0f} tokens/s, {_seconds(time.seconds)} s a step "
+        f"({_seconds(time.low_seconds)} to {_seconds(time.high_seconds)}: {shown})"
+    )
+
+
+def recomputation(variant: Variant) -> str:
+    """Return which layers are recomputed, and that the loss is chunked."""
+    strategy = variant.strategy
+    loss = ", with the chunked loss" if variant.job.loss == "chunked" else ""
+    if not strategy.gradient_checkpointing:
+        return f"without gradient checkpointing{loss}"
+    if strategy.checkpointed_layers is None:
+        return f"with gradient checkpointing{loss}"
+    layers = -(-variant.question.model.dimensions.num_layers // strategy.pp)
+    return f"with gradient checkpointing of the first {strategy.checkpointed_layers} of {layers} layers{loss}"
+
+
+def _largest(terms: Mapping[str, float], count: int = 3) -> list[tuple[str, float]]:
+    return sorted(terms.items(), key=lambda item: -item[1])[:count]
+
+
+def _near(taken: Variant, faster: Variant) -> str:
+    if taken.job.objective == "memory" or taken.tokens_per_second >= faster.tokens_per_second:
+        return ""
+    share = faster.tokens_per_second / taken.tokens_per_second - 1
+    return f", and simpler than the fastest, which gains {100 * share:.1f} %"
+
+
+def _accumulated(strategy: Strategy) -> str:
+    return f" x {strategy.gradient_accumulation_steps}" if strategy.gradient_accumulation_steps > 1 else ""
+
+
 _MEANINGS = {
-    "data": "gathers and reductions beyond the computation beside them",
-    "tensor": "all-reduces of TP",
-    "sequence": "all-to-alls of SP",
-    "context": "keys and values of CP",
-    "expert": "all-to-alls of EP",
-    "transfer": "transfers between stages",
-    "bubble": "idle stages",
+    "matrix_products": "matrix products",
+    "memory_operations": "memory-bound operations",
+    "head_and_loss": "head and loss",
+    "parameter_gathers": "gathers and reductions that computation does not hide",
+    "gradient_reduction": "reduction of gradients that computation does not hide",
+    "parameter_updates": "gathers of updated parameters",
+    "tensor_parallel": "all-reduces of TP",
+    "sequence_parallel": "all-to-alls of SP",
+    "context_parallel": "keys and values of CP",
+    "expert_parallel": "all-to-alls of EP",
+    "pipeline_transfers": "transfers between stages",
+    "pipeline_bubble": "idle stages",
+    "kernel_launches": "kernel launches",
+    "overlap_slowdown": "computation slowed by communication beside it",
+    "host_copies": "copies over PCIe",
+    "host_optimizer": "the optimizer on the host",
+    "waiting_for_ranks": "ranks that wait for each other",
 }
-
-_NOTHING_LOST = 5e-4
-"""Seconds that are shown as none."""
-
-
-def lost_time(cost: StepCost) -> str:
-    """Return what a layout loses of a step, with its parts, such as `0.36 s (all-to-alls of SP 0.36)`."""
-    parts = sorted(((value, name) for name, value in cost.parts.items() if value >= _NOTHING_LOST), reverse=True)
-    shown = ", ".join(f"{_MEANINGS[name]} {_seconds(value)}" for value, name in parts)
-    return f"{_seconds(cost.lost_seconds)} s" + (f" ({shown})" if shown else "")
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.1 or value < _NOTHING_LOST else f"{value:.3f}"
+    return f"{value:,.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def _of_division(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> str:
@@ -112,28 +135,20 @@ def _of_division(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> str:
     return f" {parts}." if parts else ""
 
 
-def _of_time(strategy: Strategy, cost: StepCost) -> str:
-    """Say what is lost of a step, where that is anything and offload does not outweigh it."""
-    if cost.lost_seconds < _NOTHING_LOST or strategy.offload_optimizer != "none":
-        return ""
-    return (
-        f" Of a step of {cost.tokens_per_accelerator:,.0f} tokens for each accelerator "
-        f"({_seconds(cost.compute_seconds)} s of computation) it loses {lost_time(cost)}."
-    )
-
-
-def _too_large(strategy: Strategy, smaller: Sequence[tuple[Strategy, MemoryEstimate]]) -> str:
+def _too_large(strategy: Strategy, others: Sequence[Variant]) -> str:
     """Name the next smaller division that does not fit, and the smallest layout without any."""
 
     def size(other: Strategy) -> int:
         return max(other.axes.values(), default=1)
 
-    same = [pair for pair in smaller if pair[0].axes.keys() == strategy.axes.keys() and size(pair[0]) < size(strategy)]
-    same.sort(key=lambda pair: (-size(pair[0]), pair[1].gpu.high_bytes))
-    plain = sorted((pair for pair in smaller if not pair[0].axes), key=lambda pair: pair[1].gpu.high_bytes)
+    failing = [one for one in others if not one.memory.fits]
+    same = [one for one in failing if one.strategy.axes.keys() == strategy.axes.keys() and size(one.strategy) < size(strategy)]
+    same.sort(key=lambda one: (-size(one.strategy), one.memory.gpu.high_bytes))
+    plain = sorted((one for one in failing if not one.strategy.axes), key=lambda one: one.memory.gpu.high_bytes)
     shown = [
-        f"{display_name(other)} needs up to {gigabytes(memory.gpu.high_bytes)} GB: {largest_terms(memory.gpu.terms)}"
-        for other, memory in same[:1] + plain[:1]
+        f"{display_name(one.strategy)} needs up to {gigabytes(one.memory.gpu.high_bytes)} GB: "
+        f"{largest_terms(one.memory.gpu.terms)}"
+        for one in same[:1] + plain[:1]
     ]
     return f" Too large: {'; '.join(shown)}." if shown else ""
 
@@ -148,19 +163,17 @@ def _calibrated(runs: int, hardware: HardwareSpec) -> str:
     return f"; interval from {runs} measured run{'s' if runs > 1 else ''} on {hardware.gpu}"
 
 
-def _preference(strategy: Strategy, job: TrainingJob, skipped: int, cost: StepCost) -> str:
+def _preference(taken: Variant, question: Question) -> str:
+    strategy, job = taken.strategy, question.job
+    sizes = " with the sizes you asked for" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
+    batch = _of_batch(strategy, job, sizes)
+    if job.strategy != "auto":
+        return f"the strategy you asked for{batch}"
+    if job.objective == "memory":
+        return f"the layout that needs least memory{sizes}{batch}"
     if strategy.engine == "single":
         return "enough for one accelerator"
-    if strategy.offload_optimizer != "none" and job.offload != "auto":
-        return "the first layout that fits with the offload you asked for"
-    sizes = " with the sizes you asked for" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
-    if strategy.offload_optimizer != "none":
-        return f"the first layout that fits; without offload none does{sizes}"
-    if strategy.axes or cost.lost_seconds >= _NOTHING_LOST:
-        return f"the layout that loses least of a step among those that fit{sizes}{_of_batch(strategy, job, sizes)}"
-    if skipped == 0:
-        return "the simplest layout, and none communicates less"
-    return "the simplest of the layouts that fit and communicate least"
+    return f"the fastest layout that fits{sizes}{batch}"
 
 
 def _of_batch(strategy: Strategy, job: TrainingJob, sizes: str) -> str:
@@ -172,21 +185,10 @@ def _of_batch(strategy: Strategy, job: TrainingJob, sizes: str) -> str:
     return f"; data parallelism alone cannot divide a global batch of {batch} over {ranks} ranks{shown}"
 
 
-def rejected_reason(
-    strategy: Strategy,
-    memory: MemoryEstimate,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    *,
-    chosen: Strategy | None,
-    chosen_job: TrainingJob | None = None,
-) -> str:
-    """Return why this layout was not taken: what it lacks, or what it costs more than the chosen one.
-
-    The jobs say where a teacher would live and lives.
-    """
-    name, gpu, host = display_name(strategy) + _with_teacher(job), memory.gpu, memory.host
+def rejected_reason(variant: Variant, taken: Variant | None) -> str:
+    """Return why this layout was not taken: what it lacks, or what it loses against the chosen one."""
+    memory, job = variant.memory, variant.job
+    name, gpu, host = display_name(variant.strategy) + _with_teacher(job), memory.gpu, memory.host
     if not gpu.fits:
         return (
             f"{name} needs up to {gigabytes(gpu.high_bytes)} GB of {gigabytes(gpu.capacity_bytes)} GB: "
@@ -202,10 +204,10 @@ def rejected_reason(
             f"{name} needs {gigabytes(host.nvme_bytes_per_node)} GB of "
             f"{gigabytes(memory.nvme_capacity_bytes_per_node)} GB NVMe on each node."
         )
-    assert chosen is not None, "a layout that fits is only rejected for a better one"
-    if chosen_job is not None and chosen_job.teacher_placement != job.teacher_placement:
-        return f"{name} fits with {gigabytes(gpu.high_bytes)} GB, but not{_with_teacher(chosen_job)}."
-    return f"{name} fits with {gigabytes(gpu.high_bytes)} GB, but {_cost(strategy, chosen, model, hardware, job)}."
+    assert taken is not None, "a layout that fits is only rejected for a better one"
+    if taken.job.teacher_placement != job.teacher_placement:
+        return f"{name} fits with {gigabytes(gpu.high_bytes)} GB, but not{_with_teacher(taken.job)}."
+    return f"{name} fits with {gigabytes(gpu.high_bytes)} GB, but {_loss_against(variant, taken)}."
 
 
 def _with_teacher(job: TrainingJob) -> str:
@@ -213,37 +215,27 @@ def _with_teacher(job: TrainingJob) -> str:
     return "" if job.teacher is None else f" with the teacher {where}"
 
 
-def _cost(strategy: Strategy, chosen: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> str:
-    if strategy.offload_optimizer != "none" and chosen.offload_optimizer == "none":
-        return "moves states over PCIe, which the chosen layout does not need"
-    if strategy.offload_optimizer != chosen.offload_optimizer or strategy.offload_param != chosen.offload_param:
-        return "moves more states off the accelerator than the chosen layout"
-    if strategy.axes or chosen.axes:
-        mine_lost, other_lost = (step_cost(layout, model, hardware, job) for layout in (strategy, chosen))
-        return f"loses {lost_time(mine_lost)} of a step, the chosen layout {_seconds(other_lost.lost_seconds)} s"
-    parameters = rank_parameters(model, job)
-    mine = communication_seconds(strategy, hardware, job, parameters)
-    other = communication_seconds(chosen, hardware, job, parameters)
-    if mine > other * 1.001:
-        factor = f"{mine / other:.2f} times" if other else "more than"
-        return f"communicates {factor} what the chosen layout does"
-    return "communicates as much as the simpler chosen layout"
+def _loss_against(variant: Variant, taken: Variant) -> str:
+    """Say how much slower a layout is, and which terms cost more for as many tokens."""
+    ratio = taken.tokens_per_second / variant.tokens_per_second
+    if taken.job.objective == "memory":
+        return f"needs more memory; {speed(variant.time)}"
+    if ratio <= 1 / 0.99:
+        return f"is as fast within 1 %, and less simple; {speed(variant.time)}"
+    scale = taken.time.seconds * taken.time.tokens_per_second / (variant.time.seconds * variant.time.tokens_per_second)
+    more = {name: value * scale - taken.time.terms.get(name, 0.0) for name, value in variant.time.terms.items()}
+    shown = ", ".join(
+        f"{_MEANINGS.get(name, name.replace('_', ' '))} {_seconds(value)} s"
+        for name, value in _largest(more)
+        if value > 0.02 * taken.time.seconds
+    )
+    return f"is {ratio:.2f} times slower at {recomputation(variant)}; in a step of the chosen layout's tokens more go to {shown}"
 
 
-def analysis_reason(
-    strategy: Strategy,
-    memory: MemoryEstimate,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    *,
-    chosen: Strategy,
-    why_not: str,
-) -> str:
-    """Return what a layout that cannot run would need and lose, beside the chosen one, and why it cannot run."""
-    mine, other = (step_cost(layout, model, hardware, job) for layout in (strategy, chosen))
+def analysis_reason(variant: Variant, taken: Variant, *, why_not: str) -> str:
+    """Return what a layout that cannot run would need and gain, beside the chosen one, and why it cannot run."""
+    ratio = variant.tokens_per_second / taken.tokens_per_second
     return (
-        f"{display_name(strategy)} would lose {lost_time(mine)} of a step, the chosen layout "
-        f"{_seconds(other.lost_seconds)} s, and fit with {gigabytes(memory.gpu.high_bytes)} GB. Analysis only, it "
-        f"cannot run with DeepSpeed 0.19.8: {why_not}."
+        f"{display_name(variant.strategy)} would be {ratio:.2f} times as fast as the chosen layout and fit with "
+        f"{gigabytes(variant.memory.gpu.high_bytes)} GB. Analysis only, it cannot run with DeepSpeed 0.19.8: {why_not}."
     )

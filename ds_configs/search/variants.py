@@ -1,9 +1,10 @@
-"""A layout with every micro-batch and checkpointing that it may run with, and the best of them."""
+"""A layout with every micro-batch, recomputation, buffer size and loss that it may run with, each with its step time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 from ..legality.candidate import Candidate
@@ -13,28 +14,22 @@ from ..memory.calibration import Calibration
 from ..memory.estimate import MemoryEstimate, estimate_memory
 from ..specs.errors import Fault
 from ..specs.hardware import HardwareSpec
-from ..specs.job import TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
-from ..step_time.step_cost import MICRO_BATCH_TOKENS, filling_micro_batch_sizes, pipeline_micro_batches
+from ..step_time.estimate import StepTime, estimate_step_time
 from .levels import lean_variant
+from .simplicity import complexity
 
-USEFUL_TOKENS = 16_384
-"""Tokens of one micro-batch beyond which matrix products gain nothing from more (Megatron-LM, arXiv 2104.04473)."""
+STEP_TOKENS = 16_384
+"""Tokens that each accelerator processes at most in a step whose global batch is open: a micro-batch of that size keeps
+every product large (Megatron-LM, arXiv 2104.04473), and what trains well is the user's to say."""
 
-ENOUGH_TOKENS = 2048
-"""Tokens of one micro-batch that keep an accelerator busy; with fewer, checkpointing buys a larger micro-batch."""
+LARGEST_MICRO_BATCH_TOKENS = 65_536
+"""Tokens of one micro-batch beyond which nothing grows faster."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """A layout with its micro-batch, and the job with the placement of its teacher."""
-
-    strategy: Strategy
-    memory: MemoryEstimate
-    job: TrainingJob
-    level: int
-    """Position of the layout in the order of preference."""
+Judge = Callable[[Candidate], tuple[Fault, ...]]
+"""Returns what makes a candidate illegal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,98 +45,116 @@ class Question:
     """Measured runs to learn from."""
 
 
-Judge = Callable[[Candidate], tuple[Fault, ...]]
-"""Returns what makes a candidate illegal."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """A layout with its micro-batch, and the job with the loss and the placement of its teacher."""
+
+    strategy: Strategy
+    question: Question
+    level: int
+    """Position of the layout among all."""
+    time: StepTime
+    """Predicted time of its step."""
+
+    @property
+    def job(self) -> TrainingJob:
+        """The job with everything resolved."""
+        return self.question.job
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """Predicted memory, estimated when it is asked for."""
+        asked = self.question
+        return estimate_memory(
+            self.strategy,
+            asked.model,
+            asked.hardware,
+            asked.job,
+            activations=asked.activations,
+            calibration=asked.calibration,
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Nine digits, so that equal times summed in another order stay equal."""
+        return float(f"{self.time.tokens_per_second:.9g}")
+
+    @cached_property
+    def complexity(self) -> tuple[int, int, bool, bool]:
+        """How many mechanisms the layout uses; buffers below DeepSpeed's defaults come last."""
+        asked, lean = self.question, False
+        if self.strategy.zero_stage:
+            lean = lean_variant(self.strategy, asked.model, asked.job) == self.strategy
+        return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), lean
+
+    def with_recomputed(self, layers: int | None) -> Variant:
+        """Return the same layout that recomputes its first `layers` (of each stage); `None` for all."""
+        strategy = replace(self.strategy, gradient_checkpointing=True, checkpointed_layers=layers)
+        return timed(strategy, self.question, self.level)
 
 
-def best_variant(
-    layout: Strategy, question: Question, *, level: int, faults: list[Fault], judge: Judge = legality_faults
-) -> Variant | None:
-    """Return the layout with its best micro-batch and checkpointing; `None` when none is legal (`faults` says why)."""
-    evaluated = list(_evaluate(layout, question, faults, judge))
-    if not evaluated:
-        return None
-    strategy, memory = _best(evaluated, question.job)
-    return Variant(strategy=strategy, memory=memory, job=question.job, level=level)
+def timed(strategy: Strategy, question: Question, level: int) -> Variant:
+    """Return a variant with its predicted time."""
+    time = estimate_step_time(strategy, question.model, question.hardware, question.job)
+    return Variant(strategy=strategy, question=question, level=level, time=time)
 
 
-def _evaluate(
-    level: Strategy, question: Question, faults: list[Fault], judge: Judge
-) -> Iterator[tuple[Strategy, MemoryEstimate]]:
-    """Yield every legal micro-batch and checkpointing of a layout; collect what makes it illegal."""
-    model, hardware, job = question.model, question.hardware, question.job
+def losses(question: Question) -> list[Question]:
+    """Return the question with each loss that may be tried; a chunked one needs Triton and a family that Liger knows."""
+    job = question.job
+    if job.loss != "auto":
+        return [question]
+    chunked = job.teacher is None and question.hardware.gpu != "CPU"
+    tried = ("eager", "chunked") if chunked and question.model.model_type in CHUNKED_LOSS_FAMILIES else ("eager",)
+    return [replace(question, job=replace(job, loss=loss)) for loss in tried]
+
+
+def variants(
+    level: Strategy, questions: list[Question], index: int, faults: list[Fault], judge: Judge = legality_faults
+) -> Iterator[Variant]:
+    """Yield every legal variant of a layout, without partial recomputation; collect what makes others illegal."""
+    job = questions[0].job
     switches = {"auto": (False, True), "on": (True,), "off": (False,)}[job.gradient_checkpointing]
-    lean = lean_variant(level, model, job)
-    for micro_batch, accumulation in micro_batches(level, job):
-        fits = False
-        for layout, checkpointing in product((level,) if lean is None else (level, lean), switches):
+    lean = lean_variant(level, questions[0].model, job)
+    layouts = (level,) if lean is None else (level, lean)
+    for question in questions:
+        for (micro_batch, accumulation), layout, checkpointing in product(
+            micro_batches(level, job), layouts, switches
+        ):
             strategy = replace(
                 layout,
                 micro_batch_size=micro_batch,
                 gradient_accumulation_steps=accumulation,
                 gradient_checkpointing=checkpointing,
             )
-            broken = judge(Candidate(strategy=strategy, model=model, hardware=hardware, job=job))
-            faults += broken
-            if broken:
-                continue
-            memory = estimate_memory(
-                strategy, model, hardware, job, activations=question.activations, calibration=question.calibration
+            broken = judge(
+                Candidate(strategy=strategy, model=question.model, hardware=question.hardware, job=question.job)
             )
-            fits = fits or memory.fits
-            yield strategy, memory
-        if not fits and job.global_batch_size is None:
-            # A larger micro-batch needs more; with a global batch it also accumulates less, which may need less.
-            return
+            if not broken:
+                yield timed(strategy, question, index)
+            elif question is questions[0]:
+                faults += broken
 
 
 def micro_batches(level: Strategy, job: TrainingJob) -> list[tuple[int, int]]:
     """Return the micro-batch sizes to try with their accumulation steps, smallest first.
 
-    With a global batch the product must meet it, and in a pipeline the sizes leave enough micro-batches to fill its
-    stages (`filling_micro_batch_sizes`). Without, one micro-batch makes a step, or in a pipeline as many as fill its
-    stages (`pipeline_micro_batches`), each small, since it is their number that keeps stages busy.
+    With a global batch the product meets it. Without, a step holds `STEP_TOKENS` for each accelerator at most: one
+    micro-batch, or in a pipeline as many as that holds, at least one for each stage.
     """
     ranks = level.data_parallel_size
-    useful = MICRO_BATCH_TOKENS if level.pp > 1 else USEFUL_TOKENS * level.sp * level.cp
+    replica_ranks = level.world_size // ranks
     if job.global_batch_size is None:
-        sizes = [job.micro_batch_size] if job.micro_batch_size is not None else []
-        if not sizes:
-            most = max(1, useful // job.seq_len_tokens)
-            sizes = [1 << power for power in range(most.bit_length())]
-        return [(size, pipeline_micro_batches(level, job, size) if level.pp > 1 else 1) for size in sizes]
+        most = max(1, STEP_TOKENS * level.sp * level.cp // job.seq_len_tokens)
+        sizes = [1 << power for power in range(most.bit_length())]
+        if job.micro_batch_size is not None:
+            sizes = [job.micro_batch_size]
+        if level.pp == 1:
+            return [(size, 1) for size in sizes]
+        tokens = STEP_TOKENS * replica_ranks
+        return [(size, max(level.pp, tokens // (size * job.seq_len_tokens))) for size in sizes]
     per_rank = max(1, job.global_batch_size // ranks)
     if job.micro_batch_size is not None:
         return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
-    most = max(1, min(per_rank, useful // job.seq_len_tokens))
-    if level.pp > 1:
-        return [(size, per_rank // size) for size in filling_micro_batch_sizes(per_rank, most, level.pp)]
+    most = max(1, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * level.sp * level.cp // job.seq_len_tokens))
     return [(size, per_rank // size) for size in range(1, most + 1) if per_rank % size == 0]
-
-
-def _best(evaluated: list[tuple[Strategy, MemoryEstimate]], job: TrainingJob) -> tuple[Strategy, MemoryEstimate]:
-    """Return the fitting variant with the largest useful micro-batch, else the one that needs least.
-
-    Without checkpointing when that leaves `ENOUGH_TOKENS` or as large a micro-batch as checkpointing does; with the
-    normal buffers when they cost no micro-batch.
-    """
-    fitting = [pair for pair in evaluated if pair[1].fits]
-    if not fitting:
-        return min(evaluated, key=lambda pair: (_host_shortage(pair[1]), pair[1].gpu.high_bytes))
-
-    def size(strategy: Strategy) -> int:
-        return strategy.micro_batch_size
-
-    # What one rank of a sequence computes keeps it busy.
-    strategy_ranks = fitting[0][0].sp * fitting[0][0].cp
-    plain = [pair for pair in fitting if not pair[0].gradient_checkpointing]
-    largest = max(size(strategy) for strategy, _ in fitting)
-    if plain:
-        largest_plain = max(size(strategy) for strategy, _ in plain)
-        if largest_plain * job.seq_len_tokens >= ENOUGH_TOKENS * strategy_ranks or largest_plain == largest:
-            fitting = plain
-    return max(fitting, key=lambda pair: size(pair[0]))
-
-
-def _host_shortage(memory: MemoryEstimate) -> int:
-    return max(0, memory.host.peak_bytes_per_node - memory.host.capacity_bytes_per_node)

@@ -18,7 +18,9 @@ StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
 OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
-LossImplementation = Literal["eager", "chunked"]
+ObjectiveName = Literal["throughput", "cost", "memory"]
+"""What a plan maximises: tokens per second, tokens per accelerator-second, or memory that stays free."""
+LossImplementation = Literal["auto", "eager", "chunked"]
 
 CHUNKED_LOSS_FAMILIES = (
     "gemma2",
@@ -113,8 +115,8 @@ class TrainingJob:
     """The engine and stage to use."""
     offload: OffloadName = "auto"
     """Where optimizer states (and with `cpu-all` and `nvme` also parameters) may live."""
-    loss: LossImplementation = "eager"
-    """`chunked` never materialises the logits of all tokens."""
+    loss: LossImplementation = "auto"
+    """`chunked` never materialises the logits of all tokens; `auto` takes it where that makes the plan faster."""
     teacher: ModelSpec | None = None
     """A frozen second model whose logits are distilled; `None` without distillation."""
     teacher_placement: TeacherPlacementChoice = "auto"
@@ -133,6 +135,8 @@ class TrainingJob:
     """Ranks that share each sequence (torch, FSDP2); `None` lets the planner choose, 1 means none."""
     expert_parallel_size: int | None = None
     """Ranks that share the experts of each layer (AutoEP); `None` lets the planner choose, 1 means none."""
+    objective: ObjectiveName = "throughput"
+    """What the plan is chosen for, among the layouts that fit: `cost` may leave accelerators idle."""
     zero_quantized_weights: bool = False
     """ZeRO++ qwZ: ZeRO-3 gathers weights in int8."""
     zero_quantized_gradients: bool = False
@@ -174,6 +178,7 @@ def validate_job(job: TrainingJob) -> None:
         ("gradient_checkpointing", Switch),
         ("strategy", StrategyName),
         ("offload", OffloadName),
+        ("objective", ObjectiveName),
         ("loss", LossImplementation),
         ("teacher_placement", TeacherPlacementChoice),
         ("optimizer", tuple(OPTIMIZERS)),

@@ -74,7 +74,10 @@ class Strategy:
     gradient_accumulation_steps: int = 1
     """Micro-batches of one optimizer step."""
     gradient_checkpointing: bool = False
-    """Whether each layer is recomputed in the backward pass."""
+    """Whether layers are recomputed in the backward pass."""
+    checkpointed_layers: int | None = None
+    """With gradient checkpointing, the decoder layers that are recomputed: the first so many, in a pipeline of each
+    stage; `None` for all."""
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     """DeepSpeed buffers; unused by other engines."""
 
@@ -97,6 +100,12 @@ class Strategy:
     def shard_size(self) -> int:
         """Ranks over which ZeRO or FSDP2 divides model states (sequence-parallel ranks join in)."""
         return self.dp_shard * self.sp * self.cp
+
+    def recomputed_layers(self, layers: int) -> int:
+        """Return how many of a rank's decoder layers run their forward pass again."""
+        if not self.gradient_checkpointing:
+            return 0
+        return layers if self.checkpointed_layers is None else min(self.checkpointed_layers, layers)
 
     @property
     def axes(self) -> dict[str, int]:

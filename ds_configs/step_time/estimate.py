@@ -150,7 +150,7 @@ def _stage_terms(setting: _Setting, stage: PipelineStage) -> dict[str, float]:
     forward, backward = layer_passes(
         work, setting.batch, setting.device, setting.software, job.compute_bytes, full, job.method == "qlora"
     )
-    recomputed = recomputed_layers(strategy, stage)
+    recomputed = strategy.recomputed_layers(layers)
     head, head_back = Pass(), Pass()
     if stage.has_head:
         chunked = job.loss == "chunked"
@@ -211,11 +211,6 @@ def _stage_terms(setting: _Setting, stage: PipelineStage) -> dict[str, float]:
         strategy, setting.hardware, job, constants, parameters=_stepped(setting, stage)
     )
     return terms
-
-
-def recomputed_layers(strategy: Strategy, stage: PipelineStage) -> float:
-    """Return how many of a stage's layers run their forward pass again."""
-    return float(stage.num_layers) if strategy.gradient_checkpointing else 0.0
 
 
 def _exposed(setting: _Setting, communication: float, computation: float) -> tuple[float, float]:

@@ -24,7 +24,9 @@ class Group:
     bytes_per_s: float
     """Bus bandwidth that each member reaches."""
     hop_seconds: float
-    """Latency of the slowest hop of a ring."""
+    """Latency of the slowest hop."""
+    ring_seconds: float
+    """Latency of a way round the ring, over hops within and between nodes."""
     tree_seconds: float
     """Latency of a tree to the root and back."""
     waiting_seconds: float
@@ -49,6 +51,7 @@ def group_of(hardware: HardwareSpec, constants: GpuConstants, *, ranks: int, str
         ranks=ranks,
         bytes_per_s=rate,
         hop_seconds=hop,
+        ring_seconds=(ranks - nodes) * constants.link_latency_seconds + (nodes - 1) * hop,
         tree_seconds=tree,
         waiting_seconds=constants.synchronization_seconds * (ranks - 1),
     )
@@ -58,14 +61,14 @@ def gather_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> fl
     """Return the seconds of all-gathers (or reduce-scatters) of `size_bytes` together, in `calls` collectives."""
     if group.ranks == 1 or size_bytes <= 0:
         return 0.0
-    return others(group.ranks) * size_bytes / group.bytes_per_s + calls * (group.ranks - 1) * group.hop_seconds
+    return others(group.ranks) * size_bytes / group.bytes_per_s + calls * group.ring_seconds
 
 
 def reduction_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> float:
     """Return the seconds of all-reduces of `size_bytes` together, in `calls` collectives."""
     if group.ranks == 1 or size_bytes <= 0:
         return 0.0
-    latency = min(2 * (group.ranks - 1) * group.hop_seconds, group.tree_seconds)
+    latency = min(2 * group.ring_seconds, group.tree_seconds)
     return 2 * others(group.ranks) * size_bytes / group.bytes_per_s + calls * latency
 
 

@@ -8,9 +8,9 @@ from ..specs.strategy import Strategy
 from .constants import GpuConstants
 from .software import Software
 
-HOST_MEMORY_BYTES_PER_S = 150e9
-"""Bandwidth of a node's memory that CPU Adam reaches on all its ranks: about 0.4 of two sockets of eight DDR4-3200
-channels (410 GB/s); an assumption, which offload's interval carries."""
+HOST_MEMORY_BYTES_PER_S = 20e9
+"""Bandwidth of host memory that CPU Adam reaches for each rank: 0.4 of two channels of DDR4-3200 (51 GB/s) in a desktop,
+and of two channels for each of eight ranks in a server of two sockets (410 GB/s); an assumption."""
 
 NVME_BYTES_PER_S = 6e9
 """Bandwidth of a node's NVMe, read and write: a pair of PCIe 4 drives; an assumption."""
@@ -42,7 +42,7 @@ def optimizer_seconds(
             "optimizer": parameters * traffic / (hardware.memory_bytes_per_s * constants.memory_efficiency),
         }
     ranks = min(strategy.world_size, hardware.gpus_per_node)
-    host = parameters * HOST_ADAM_BYTES / (HOST_MEMORY_BYTES_PER_S / ranks)
+    host = parameters * HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S
     copies = 2 * parameters * job.compute_bytes / constants.host_link_bytes_per_s
     terms = {"host_optimizer": host, "host_copies": copies}
     if strategy.offload_optimizer == "nvme":
