@@ -32,13 +32,14 @@ MEGATRON = Software(
     vocabulary_parallel=True,
     padded_vocabulary=128,
     even_stages=True,
+    scatters_transfers=True,
 )
 """Megatron-LM of 2021 and what follows it (vTrain's Megatron-DeepSpeed, MT-NLG): eager attention, fused elementwise
 kernels, gradients reduced after the backward pass in 16 bit."""
 
-MT_NLG = replace(MEGATRON, reduction_bytes=4, gradient_bytes=14.0)
+MT_NLG = replace(MEGATRON, reduction_bytes=4, gradient_bytes=14.0, scatters_transfers=False)
 """DeepSpeed's pipeline engine in bf16: `BF16_Optimizer` adds gradients to fp32 ones (2 and 4 read, 4 written, and 4 to
-clear) and reduces them in fp32."""
+clear) and reduces them in fp32; stages pass on whole tensors (`is_pipe_partitioned` is off, pipe/engine.py)."""
 
 MEGATRON_CORE = replace(
     MEGATRON,

@@ -52,6 +52,7 @@ FITTED: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "product_border",
             "attention_efficiency",
             "memory_efficiency",
+            "kernel_seconds",
             "link_latency_seconds",
             "network_efficiency",
             "overlap_slowdown",

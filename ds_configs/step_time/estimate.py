@@ -195,7 +195,7 @@ def _stage_terms(setting: _Setting, stage: PipelineStage) -> dict[str, float]:
         terms["pipeline_transfers"] = transfer_seconds(
             setting.hardware,
             constants,
-            tokens=setting.batch.tokens,
+            tokens=setting.batch.tokens / (strategy.tp if setting.software.scatters_transfers else 1),
             hidden_size=work.hidden_size,
             element_bytes=job.compute_bytes,
         )
@@ -280,14 +280,18 @@ def _stepped(setting: _Setting, stage: PipelineStage) -> float:
 def _weight_traffic(setting: _Setting, stage: PipelineStage) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
-    Added gradients are read twice and written once; autocast reads fp32 weights and writes 16-bit ones in the forward
+    Added gradients are read twice and written once; where they are reduced at once, they are copied into a bucket
+    instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit ones in the forward
     pass, and the other way round for gradients.
     """
     strategy, job = setting.strategy, setting.job
     dense, experts, frozen = _held(setting, stage)
     trainable = dense + experts
     autocast = strategy.engine in ("ddp", "single") and job.compute_bytes == 2
-    each = 3.0 * job.compute_bytes if setting.software.gradient_bytes is None else setting.software.gradient_bytes
+    each = setting.software.gradient_bytes
+    if each is None:
+        reduced_at_once = strategy.engine == "fsdp2" or (strategy.zero_stage or 0) >= 2
+        each = (2.0 if reduced_at_once else 3.0) * job.compute_bytes
     traffic = (24.0 if autocast else each) * trainable
     return traffic / setting.device.memory_bytes_per_s
 

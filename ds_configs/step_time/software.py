@@ -48,6 +48,8 @@ class Software:
     """Whether sharded parameters are gathered beside the computation of the layers before."""
     overlaps_tensor_parallel: bool = False
     """Whether the collectives of tensor parallelism run in pieces beside the products (Megatron-Core, async TP)."""
+    scatters_transfers: bool = False
+    """Whether ranks of tensor parallelism each pass on their part between stages (arXiv 2104.04473, section 4.1)."""
     overlaps_transfers: bool = False
     """Whether stages pass micro-batches on beside their computation (Megatron-Core)."""
     reduction_bytes: int | None = None
