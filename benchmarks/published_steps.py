@@ -113,7 +113,9 @@ def cluster(gpu: str, gpus: int, *, network: float | None = None, node: int = 8)
     return hardware if network is None else replace(hardware, network_bytes_per_s=network)
 
 
-def _vtrain(rows: list[dict[str, str]], table: str, software: Software, *, checkpointing: bool) -> Iterator[PublishedStep]:
+def _vtrain(
+    rows: list[dict[str, str]], table: str, software: Software, *, checkpointing: bool
+) -> Iterator[PublishedStep]:
     for row in rows:
         micro, batch = int(row["micro batch"]), int(row["global batch"])
         tp, dp, pp = (int(row[f"{axis} parallelism"]) for axis in ("tensor", "data", "pipeline"))
@@ -196,7 +198,9 @@ def llm_foundry(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
         )
 
 
-def _internlm(gpus: int, *, tp: int, micro: int, accumulated: int, checkpointing: bool, seconds: float, shards: int, table: str) -> PublishedStep:
+def _internlm(
+    gpus: int, *, tp: int, micro: int, accumulated: int, checkpointing: bool, seconds: float, shards: int, table: str
+) -> PublishedStep:
     dp = gpus // tp
     return PublishedStep(
         table=table,
@@ -440,7 +444,7 @@ _AUTOTUNED = {
     "bert-large": (1024, 24, 16, 30522, 128),
     "gpt2": (768, 12, 12, 50257, 1024),
 }
-"""Hidden size, layers, heads, vocabulary and sequence of the autotuner's models; BERT classifies and has no such head."""
+"""Hidden size, layers, heads, vocabulary and sequence of the autotuner's models; BERT has no such head."""
 
 
 def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:

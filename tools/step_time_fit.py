@@ -1,8 +1,8 @@
 """Fit of the step-time constants to the published tables: `python tools/step_time_fit.py [--write]`.
 
-One set for each accelerator generation, jointly over all of its tables; each table weighs by the root of its rows, and
-a soft loss keeps single slow runs from bending the rest. What tables of a generation do not determine stays at the value
-of the generation that it is `like`. `--write` renews `ds_configs/data/step_time.toml`.
+One set for each accelerator generation, jointly over all of its tables; a table's weight grows slower than its rows,
+and a soft loss keeps single slow runs from bending the rest. What the tables of a generation do not determine stays at
+the value of the generation that it is `like`. `--write` renews `ds_configs/data/step_time.toml`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import least_squares
-
 from published_steps import PublishedStep, published_steps
+from scipy.optimize import least_squares
 from shardwright.ds_configs.step_time import micro_batch
 from shardwright.ds_configs.step_time.constants import GpuConstants, constants_of
 from shardwright.ds_configs.step_time.estimate import estimate_step_time

@@ -133,9 +133,7 @@ def _gathered_keys_and_values_bytes(strategy: Strategy, model: ModelSpec, job: T
     return 2 * model.dimensions.key_value_size * tokens * job.compute_bytes
 
 
-def _kept_bytes(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, layers: int
-) -> int:
+def _kept_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, layers: int) -> int:
     """Return what the first `layers` keep until their backward passes: recomputed ones come first."""
     recomputed = min(layers, strategy.recomputed_layers(model.dimensions.num_layers))
     saved, _ = _layer_bytes(strategy, model, job, traced, recomputed=False)

@@ -27,7 +27,11 @@ def best_three_dimensional(question: Question, *, faster_than: float) -> tuple[V
     reasons: dict[int, str] = {}
     by_level: dict[int, list[Variant]] = {}
     for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
-        found = [one for one in variants(strategy, asked, index, [], _sizes_only) if WITHIN * one.tokens_per_second > faster_than]
+        found = [
+            one
+            for one in variants(strategy, asked, index, [], _sizes_only)
+            if WITHIN * one.tokens_per_second > faster_than
+        ]
         if found:
             by_level[index] = sorted(found, key=lambda one: (-one.tokens_per_second, one.complexity))
             reasons[index] = why_not

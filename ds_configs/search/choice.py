@@ -133,16 +133,30 @@ def _attempts(levels: list[Strategy], question: Question) -> list[tuple[Question
 def _usable(levels: list[Strategy], question: Question) -> list[int]:
     """Return the layouts to try: without offload no division of states helps that all accelerators cannot hold.
 
-    At least fp32 master weights, optimizer states and 16-bit gradients of what is trained. Where every layout is of
-    that kind, all are tried, so that the reasons can say what they need.
+    At least fp32 master weights, optimizer states and 16-bit gradients of what is trained. Nor do unasked axes mend a
+    batch that the ranks do not divide: the user is told the nearest that they do.
     """
     job, hardware = question.job, question.hardware
     parameters = rank_parameters(question.model, job)
     states = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
     least = parameters.trainable * (6 + states) + parameters.frozen_bytes
-    if least <= hardware.gpu_bytes * hardware.world_size:
-        return list(range(len(levels)))
-    return [i for i, level in enumerate(levels) if not level.axes or level.offload_optimizer != "none" or _fixed(level, job)]
+    apart = least > hardware.gpu_bytes * hardware.world_size
+    refused = _plain_layouts_are_illegal(levels, job)
+
+    def useful(level: Strategy) -> bool:
+        if not level.axes or _fixed(level, job):
+            return True
+        return not refused and not (apart and level.offload_optimizer == "none")
+
+    return [index for index, level in enumerate(levels) if useful(level)]
+
+
+def _plain_layouts_are_illegal(levels: list[Strategy], job: TrainingJob) -> bool:
+    """Whether the batch, rather than memory, rules out every layout without unasked axes, and can be mended."""
+    asked = [level.data_parallel_size for level in levels if _fixed(level, job)]
+    if job.global_batch_size is None or not asked or job.global_batch_size < min(asked):
+        return False
+    return all(job.global_batch_size % ((job.micro_batch_size or 1) * ranks) != 0 for ranks in asked)
 
 
 def _fixed(level: Strategy, job: TrainingJob) -> bool:

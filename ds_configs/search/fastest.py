@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil
 
 from .variants import Variant
 
@@ -47,7 +48,9 @@ class Search:
     def possible(self, level: int) -> bool:
         """Whether the leanest variant of a layout fits: the smallest micro-batch with everything that saves memory."""
         if level not in self.leanest:
-            self.leanest[level] = min(self._lean(level), key=lambda variant: (shortage(variant), variant.memory.gpu.high_bytes))
+            self.leanest[level] = min(
+                self._lean(level), key=lambda variant: (shortage(variant), variant.memory.gpu.high_bytes)
+            )
         return self.fits(self.leanest[level])
 
     def _lean(self, level: int) -> list[Variant]:
@@ -113,16 +116,21 @@ def fewest_layers(found: Search, variant: Variant) -> Variant | None:
     """
     layers = variant.question.model.dimensions.num_layers
     low, high = 0, -(-layers // variant.strategy.pp)
-    if not found.fits(variant.with_recomputed(None)):
+    everything = variant.with_recomputed(None)
+    if not found.fits(everything):
         return None
+    capacity = variant.memory.gpu.capacity_bytes
+    most, least = variant.memory.gpu.high_bytes, everything.memory.gpu.high_bytes
     fitting: Variant | None = None
     while high - low > 1:
-        middle = (low + high) // 2
+        # Memory falls almost evenly with each layer, so that interpolation lands beside the border.
+        share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
+        middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
         tried = variant.with_recomputed(middle)
         if found.fits(tried):
-            high, fitting = middle, tried
+            high, fitting, least = middle, tried, tried.memory.gpu.high_bytes
         else:
-            low = middle
+            low, most = middle, tried.memory.gpu.high_bytes
     return fitting
 
 

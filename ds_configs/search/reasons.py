@@ -142,7 +142,11 @@ def _too_large(strategy: Strategy, others: Sequence[Variant]) -> str:
         return max(other.axes.values(), default=1)
 
     failing = [one for one in others if not one.memory.fits]
-    same = [one for one in failing if one.strategy.axes.keys() == strategy.axes.keys() and size(one.strategy) < size(strategy)]
+    same = [
+        one
+        for one in failing
+        if one.strategy.axes.keys() == strategy.axes.keys() and size(one.strategy) < size(strategy)
+    ]
     same.sort(key=lambda one: (-size(one.strategy), one.memory.gpu.high_bytes))
     plain = sorted((one for one in failing if not one.strategy.axes), key=lambda one: one.memory.gpu.high_bytes)
     shown = [
@@ -227,9 +231,12 @@ def _loss_against(variant: Variant, taken: Variant) -> str:
     shown = ", ".join(
         f"{_MEANINGS.get(name, name.replace('_', ' '))} {_seconds(value)} s"
         for name, value in _largest(more)
-        if value > 0.02 * taken.time.seconds
+        if value > 0.2 * max(more.values())
     )
-    return f"is {ratio:.2f} times slower at {recomputation(variant)}; in a step of the chosen layout's tokens more go to {shown}"
+    return (
+        f"is {ratio:.2f} times slower ({variant.time.tokens_per_second:,.0f} tokens/s {recomputation(variant)}); "
+        f"for as many tokens it spends more on {shown}"
+    )
 
 
 def analysis_reason(variant: Variant, taken: Variant, *, why_not: str) -> str:

@@ -1,4 +1,4 @@
-"""A layout with every micro-batch, recomputation, buffer size and loss that it may run with, each with its step time."""
+"""A layout with every micro-batch, recomputation, buffer size and loss that it may run with, each with its time."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def timed(strategy: Strategy, question: Question, level: int) -> Variant:
 
 
 def losses(question: Question) -> list[Question]:
-    """Return the question with each loss that may be tried; a chunked one needs Triton and a family that Liger knows."""
+    """Return the question with each loss to try; a chunked one needs Triton and a family that Liger knows."""
     job = question.job
     if job.loss != "auto":
         return [question]
@@ -118,9 +118,7 @@ def variants(
     lean = lean_variant(level, questions[0].model, job)
     layouts = (level,) if lean is None else (level, lean)
     for question in questions:
-        for (micro_batch, accumulation), layout, checkpointing in product(
-            micro_batches(level, job), layouts, switches
-        ):
+        for (micro_batch, accumulation), layout, checkpointing in product(micro_batches(level, job), layouts, switches):
             strategy = replace(
                 layout,
                 micro_batch_size=micro_batch,

@@ -47,7 +47,7 @@ class GpuConstants:
     network_latency_seconds: float
     """Latency of one hop between nodes."""
     synchronization_seconds: float
-    """What each further rank of a collective that nothing hides adds to it, where the hosts are slower than the devices."""
+    """What each further rank of a collective that nothing hides adds, where hosts are slower than devices."""
     host_link_bytes_per_s: float
     """One direction between an accelerator and its host, as large pinned copies reach it."""
     unaligned_efficiency: float

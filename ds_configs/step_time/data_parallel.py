@@ -55,7 +55,12 @@ class Held:
 
 
 def data_traffic(
-    strategy: Strategy, held: Held, hardware: HardwareSpec, job: TrainingJob, software: Software, constants: GpuConstants
+    strategy: Strategy,
+    held: Held,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    software: Software,
+    constants: GpuConstants,
 ) -> DataTraffic:
     """Return the collectives of one part of the parameters."""
     if held.ranks == 1:
@@ -107,8 +112,10 @@ def _sharded(
         backward = gather_seconds(inside, weights, calls=calls)
     if zero.quantized_gradients:
         gradients = held.trainable * 0.5
-    reduction_calls = min(calls, held.layers + 1) if strategy.engine == "fsdp2" else max(
-        1.0, held.trainable / max(1, zero.reduce_bucket_size)
+    reduction_calls = (
+        min(calls, held.layers + 1)
+        if strategy.engine == "fsdp2"
+        else max(1.0, held.trainable / max(1, zero.reduce_bucket_size))
     )
     reduction = gather_seconds(group, gradients, calls=reduction_calls if held.trainable else 0)
     if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:

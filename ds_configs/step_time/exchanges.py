@@ -51,9 +51,7 @@ def exchanges(
         repeated = max(1, strategy.sp // work.key_value_heads)
         width = 2 * work.whole_query_size + 2 * work.whole_key_value_size * repeated
         passes = 2 * layers + recomputed
-        terms["sequence_parallel"] = exchange_seconds(
-            group, passes * tokens * width * element_bytes, calls=4 * passes
-        )
+        terms["sequence_parallel"] = exchange_seconds(group, passes * tokens * width * element_bytes, calls=4 * passes)
         waiting += 4 * passes * group.waiting_seconds
     if strategy.cp > 1:
         group = group_of(hardware, constants, ranks=strategy.cp)

@@ -24,7 +24,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelWork:
-    """One rank's part of a model under tensor and expert parallelism; compared by identity, so that it is a cheap key."""
+    """One rank's part of a model under tensor and expert parallelism; compared by identity: a cheap key."""
 
     products: tuple[Product, ...]
     """Dense products of an average decoder layer."""

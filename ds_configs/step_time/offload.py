@@ -9,7 +9,7 @@ from .constants import GpuConstants
 from .software import Software
 
 HOST_MEMORY_BYTES_PER_S = 20e9
-"""Bandwidth of host memory that CPU Adam reaches for each rank: 0.4 of two channels of DDR4-3200 (51 GB/s) in a desktop,
+"""Bandwidth of host memory that CPU Adam reaches for each rank: 0.4 of two DDR4-3200 channels in a desktop (51 GB/s),
 and of two channels for each of eight ranks in a server of two sockets (410 GB/s); an assumption."""
 
 NVME_BYTES_PER_S = 6e9

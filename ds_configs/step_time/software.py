@@ -1,4 +1,4 @@
-"""What the training software adds to the arithmetic: kernels, memory traffic, overlap. Facts of code, not of hardware."""
+"""What training software adds to the arithmetic: kernels, memory traffic, overlap. Facts of code, not of hardware."""
 
 from __future__ import annotations
 

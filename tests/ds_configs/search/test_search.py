@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
+from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.choice import ENOUGH_TOKENS, USEFUL_TOKENS, search
+from shardwright.ds_configs.search.choice import search
 from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.search.variants import STEP_TOKENS
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -20,24 +23,13 @@ LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
 
-# Sharding degree of each layout, for the property that more memory never shards or offloads more.
-SEVERITY = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3, "fsdp2-hybrid": 3}
-
-
-def severity(strategy) -> tuple[int, int]:
-    offload = {"none": 0, "cpu": 1, "nvme": 3}[strategy.offload_optimizer] + (strategy.offload_param != "none")
-    return offload, SEVERITY[strategy.label.partition("+")[0]]
-
 
 @pytest.mark.parametrize(
     ("model", "hardware", "expected"),
     [
         (LLAMA_1B, "1xA100-80GB", "single"),
-        (LLAMA_1B, "8xA100-80GB", "ddp"),
-        (LLAMA_8B, "8xA100-80GB", "zero1"),
         (LLAMA_70B, "4x8xH100-80GB", "zero3"),
         (LLAMA_70B, "8xH100-80GB", "zero3+cpu-offload of optimizer"),
-        (public_model("meta-llama/Llama-3.1-405B"), "128x8xH100-80GB", "zero3"),
     ],
 )
 def test_choices_that_practice_agrees_with(model, hardware, expected):
@@ -46,13 +38,57 @@ def test_choices_that_practice_agrees_with(model, hardware, expected):
     assert plan.chosen.memory.fits
 
 
-def test_first_fitting_layout_is_chosen_and_earlier_ones_do_not_fit():
-    outcome = search(LLAMA_8B, parse_hardware("8xA100-40GB"), TrainingJob())
+@pytest.mark.parametrize("hardware", ["8xA100-40GB", "8xH100-80GB", "2x8xH100-80GB"])
+def test_nothing_that_fits_is_faster_by_more_than_a_hundredth(hardware):
+    outcome = search(LLAMA_8B, parse_hardware(hardware), TrainingJob(global_batch_size=64))
     assert outcome.chosen is not None
-    chosen_offload = severity(outcome.chosen.strategy)[0]
-    for other in outcome.rejected:
-        if severity(other.strategy)[0] < chosen_offload:
-            assert not other.memory.fits, other.reason
+    best = outcome.chosen.time.tokens_per_second
+    assert all(point.tokens_per_second * 0.99 <= best for point in outcome.pareto)
+    assert all(one.time.tokens_per_second * 0.99 <= best for one in outcome.rejected if one.memory.fits)
+
+
+def test_among_equally_fast_layouts_the_simpler_one_is_taken():
+    """One rank of work in eight: every engine computes the same, and nothing is to be saved."""
+    plan = make_plan(LLAMA_1B, parse_hardware("8xH200"), TrainingJob(global_batch_size=512, seq_len_tokens=1024))
+    fastest = max([plan.chosen, *plan.rejected], key=lambda one: one.time.tokens_per_second)
+    assert plan.chosen.time.tokens_per_second >= 0.99 * fastest.time.tokens_per_second
+    assert not plan.chosen.strategy.gradient_checkpointing
+    assert not plan.chosen.strategy.axes
+
+
+def test_the_frontier_falls_in_both_speed_and_memory():
+    points = make_plan(LLAMA_8B, parse_hardware("8xA100-40GB"), TrainingJob()).pareto
+    assert len(points) > 2
+    for faster, leaner in pairwise(points):
+        assert faster.tokens_per_second >= leaner.tokens_per_second
+        assert faster.high_bytes > leaner.high_bytes
+
+
+def test_as_few_layers_are_recomputed_as_make_it_fit():
+    job = TrainingJob(strategy="zero3", loss="eager", sequence_parallel_size=1)
+    outcome = search(LLAMA_8B, parse_hardware("8xA100-40GB"), job)
+    assert outcome.chosen is not None
+    strategy = outcome.chosen.strategy
+    assert strategy.gradient_checkpointing
+    assert strategy.checkpointed_layers is not None
+    one_less = replace(strategy, checkpointed_layers=strategy.checkpointed_layers - 1)
+    memory = estimate_memory(one_less, LLAMA_8B, parse_hardware("8xA100-40GB"), outcome.job)
+    assert not memory.fits
+    assert f"the first {strategy.checkpointed_layers} of 32 layers" in outcome.chosen.reason
+
+
+def test_the_same_question_has_the_same_answer():
+    job, cluster = TrainingJob(global_batch_size=64), parse_hardware("8xA100-40GB")
+    assert search(LLAMA_8B, cluster, job) == search(LLAMA_8B, cluster, job)
+
+
+def test_objectives_differ():
+    job, cluster = TrainingJob(global_batch_size=64), parse_hardware("8xH100-80GB")
+    fast, lean = (search(LLAMA_8B, cluster, replace(job, objective=name)).chosen for name in ("throughput", "memory"))
+    assert fast is not None
+    assert lean is not None
+    assert lean.memory.gpu.high_bytes < fast.memory.gpu.high_bytes
+    assert lean.time.tokens_per_second < fast.time.tokens_per_second
 
 
 def test_every_reason_names_numbers_and_rejections_say_what_lacks():
@@ -91,15 +127,12 @@ def test_micro_batch_larger_than_the_share_of_a_rank_is_refused():
 
 def test_micro_batch_stays_useful():
     strategy = make_plan(LLAMA_1B, parse_hardware("8xB200"), TrainingJob(seq_len_tokens=1024)).chosen.strategy
-    assert strategy.micro_batch_size * 1024 == USEFUL_TOKENS
+    assert 2048 <= strategy.micro_batch_size * 1024 <= STEP_TOKENS
 
 
-def test_checkpointing_only_where_the_micro_batch_would_starve():
+def test_checkpointing_only_where_memory_asks_for_it():
     roomy = make_plan(LLAMA_8B, parse_hardware("8xH200"), TrainingJob()).chosen.strategy
     assert not roomy.gradient_checkpointing
-    assert roomy.micro_batch_size * 4096 >= ENOUGH_TOKENS
-    tight = make_plan(LLAMA_8B, parse_hardware("8xA100-40GB"), TrainingJob(strategy="zero3")).chosen.strategy
-    assert tight.gradient_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -185,9 +218,10 @@ def test_host_memory_decides_too():
     nodes=st.sampled_from([1, 4]),
     sequence=st.sampled_from([512, 4096]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @pytest.mark.slow
-def test_more_memory_never_raises_the_stage(layers, width, gpu_gib, more_gib, gpus, nodes, sequence):
+def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gib, gpus, nodes, sequence):
+    """Up to the hundredth that simplicity may cost."""
     model = llama(num_hidden_layers=layers, hidden_size=width, intermediate_size=3 * width, vocab_size=32000)
     job = TrainingJob(seq_len_tokens=sequence)
     base = parse_hardware(f"{nodes}x{gpus}xA100-80GB", host_memory="4TB", nvme="/nvme:20TB")
@@ -195,7 +229,7 @@ def test_more_memory_never_raises_the_stage(layers, width, gpu_gib, more_gib, gp
     large = search(model, replace(base, gpu_bytes=(gpu_gib + more_gib) * 2**30), job).chosen
     if small is not None:
         assert large is not None
-        assert severity(large.strategy) <= severity(small.strategy)
+        assert large.time.tokens_per_second >= 0.99 * small.time.tokens_per_second
 
 
 @given(

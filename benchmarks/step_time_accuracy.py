@@ -1,0 +1,236 @@
+"""Predicted beside published step times: `python benchmarks/step_time_accuracy.py [--tables DIR] [--write]`.
+
+Every figure of the model leaves one model shape out: the constants are fitted without its rows, in any table, and then
+predict them. Two simpler models stand beside it in the same run, under the same rule: a constant MFU (one number for
+each table) and a linear model (the eleven volumes of `LINEAR_TERMS`, weighted for relative errors, one fit for each
+table). Theirs is the advantage of a fit to the table itself; where a table has one shape alone, they see its rows.
+
+`--tables` names another directory with tables of the same columns. Their rows are predicted with the constants that
+ship with the package, which have not seen them, and nothing is fitted but the two simpler models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+from published_steps import TABLES, PublishedStep, published_steps
+from shardwright.ds_configs.step_time.constants import constants_of
+from step_time_fit import FITTED, cases_of, fit, predictions
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "step_time.md"
+_SMALLEST_GROUP = 3
+"""Configurations of a question from which on the best of them is a result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """How well a model predicts a table."""
+
+    rows: int
+    mape: float
+    worst: float
+    groups: int
+    """Questions with at least three configurations."""
+    best_picked: int
+    """Questions whose fastest configuration is predicted to be fastest."""
+    mean_regret: float
+    worst_regret: float
+
+
+def score(cases: Sequence[PublishedStep], predicted: Sequence[float]) -> Score:
+    """Return the errors of predictions, and what picking by them loses against the measured best."""
+    errors = [abs(found / case.seconds - 1) for case, found in zip(cases, predicted, strict=True)]
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for case, found in zip(cases, predicted, strict=True):
+        if case.group:
+            groups[case.group].append((found, case.seconds))
+    questions = [rows for rows in groups.values() if len(rows) >= _SMALLEST_GROUP]
+    regrets = [_picked_seconds(rows) / min(seconds for _, seconds in rows) - 1 for rows in questions]
+    return Score(
+        rows=len(cases),
+        mape=mean(errors),
+        worst=max(errors),
+        groups=len(questions),
+        best_picked=sum(regret < 1e-9 for regret in regrets),
+        mean_regret=mean(regrets) if regrets else 0.0,
+        worst_regret=max(regrets, default=0.0),
+    )
+
+
+def _picked_seconds(rows: Sequence[tuple[float, float]]) -> float:
+    """Return the measured seconds of the configuration predicted to be fastest, the mean of those that tie."""
+    best = min(found for found, _ in rows)
+    return mean(seconds for found, seconds in rows if found <= best * (1 + 1e-6))
+
+
+Predictor = Callable[[Sequence[PublishedStep], Sequence[PublishedStep]], Sequence[float]]
+"""Fits on the first cases and predicts the second."""
+
+
+def flops(case: PublishedStep) -> float:
+    """Return a step's FLOPs on each accelerator, `6 * parameters * tokens` and attention, without recomputation."""
+    sizes, strategy = case.model.dimensions, case.strategy
+    tokens = strategy.global_batch_size * case.job.seq_len_tokens / strategy.world_size
+    matrices = case.model.parameter_count - case.model.embedding_parameters * (not case.model.tied_embeddings)
+    return tokens * (6 * matrices + 12 * sizes.num_layers * sizes.query_size * case.job.seq_len_tokens)
+
+
+def constant_mfu(train: Sequence[PublishedStep], test: Sequence[PublishedStep]) -> list[float]:
+    """Predict with the one MFU that makes the logarithmic errors of the training rows cancel."""
+    rate = math.exp(mean(math.log(flops(case) / case.seconds) for case in train))
+    return [flops(case) / rate for case in test]
+
+
+LINEAR_TERMS = (
+    "layer FLOPs",
+    "recomputed FLOPs",
+    "head FLOPs",
+    "attention FLOPs",
+    "element-wise bytes",
+    "bytes of tensor parallelism",
+    "bytes of data parallelism",
+    "bytes between stages",
+    "optimizer bytes",
+    "kernel launches",
+    "constant",
+)
+
+
+def volumes(case: PublishedStep) -> list[float]:
+    """Return the eleven volumes of a step on the slowest rank, pipeline bubble included."""
+    sizes, strategy, job = case.model.dimensions, case.strategy, case.job
+    tokens = strategy.micro_batch_size * job.seq_len_tokens / (strategy.sp * strategy.cp)
+    slots = strategy.gradient_accumulation_steps + strategy.pp - 1
+    layers = sizes.num_layers / strategy.pp
+    inside = (case.model.parameter_count - case.model.parameters_outside_layers) / sizes.num_layers
+    layer = slots * layers * 6 * inside * tokens / strategy.tp
+    attention = slots * layers * 12 * tokens * job.seq_len_tokens * sizes.query_size / strategy.tp
+    hidden = slots * layers * tokens * sizes.hidden_size
+    held = case.model.parameter_count / strategy.tp / strategy.pp
+    ranks = strategy.data_parallel_size
+    gathers = 3 * strategy.gradient_accumulation_steps if strategy.engine == "fsdp2" else 2
+    return [
+        layer,
+        layer / 3 if strategy.gradient_checkpointing else 0.0,
+        strategy.gradient_accumulation_steps * 6 * tokens * case.model.embedding_parameters / strategy.tp,
+        attention,
+        hidden,
+        hidden * (strategy.tp - 1) / strategy.tp,
+        gathers * held * (ranks - 1) / ranks,
+        slots * tokens * sizes.hidden_size if strategy.pp > 1 else 0.0,
+        held,
+        slots * layers,
+        1.0,
+    ]
+
+
+def linear(train: Sequence[PublishedStep], test: Sequence[PublishedStep]) -> list[float]:
+    """Predict with non-negative weights of the volumes, least squares of relative errors."""
+    from scipy.optimize import nnls
+
+    rows = np.array([volumes(case) for case in train])
+    scale = rows.max(axis=0)
+    scale[scale == 0] = 1.0
+    measured = np.array([case.seconds for case in train])
+    weights, _ = nnls(rows / scale / measured[:, None], np.ones(len(train)))
+    return [float(value) for value in np.array([volumes(case) for case in test]) / scale @ weights]
+
+
+def leave_one_shape_out(cases: Sequence[PublishedStep], predictor: Predictor) -> list[float]:
+    """Return predictions of every row by a fit without its shape; of a single shape by a fit to itself."""
+    shapes = {case.shape for case in cases}
+    found: dict[int, float] = {}
+    for shape in sorted(shapes):
+        test = [index for index, case in enumerate(cases) if case.shape == shape]
+        train = [case for case in cases if case.shape != shape] or list(cases)
+        for index, value in zip(test, predictor(train, [cases[index] for index in test]), strict=True):
+            found[index] = value
+    return [found[index] for index in range(len(cases))]
+
+
+def physical(cases: Sequence[PublishedStep]) -> list[float]:
+    """Return predictions of the step-time model, the constants refitted without each shape in any table."""
+    found: dict[int, float] = {}
+    for index, value in enumerate(predictions_as_shipped(cases)):
+        found[index] = value
+    for generation, (gpu, names) in FITTED.items():
+        own = cases_of(generation, cases)
+        for shape in sorted({case.shape for case in own}):
+            kept = [case for case in own if case.shape != shape]
+            # The constants of all rows are a good start, and few steps reach the new optimum from there.
+            constants = fit(kept, constants_of(gpu), names, evaluations=4)
+            family = gpu.split("-")[0]
+            test = [i for i, case in enumerate(cases) if case.shape == shape and case.hardware.gpu.startswith(family)]
+            for index, value in zip(test, predictions([cases[i] for i in test], constants), strict=True):
+                found[index] = float(value)
+    return [found[index] for index in range(len(cases))]
+
+
+def predictions_as_shipped(cases: Iterable[PublishedStep]) -> list[float]:
+    """Return predictions with the constants that ship with the package."""
+    found = []
+    for case in cases:
+        found += [float(value) for value in predictions([case], constants_of(case.hardware.gpu))]
+    return found
+
+
+def scoreboard(cases: Sequence[PublishedStep], *, refit: bool) -> Mapping[str, Mapping[str, Score]]:
+    """Return the scores of each model by table."""
+    predicted = physical(cases) if refit else predictions_as_shipped(cases)
+    tables: dict[str, dict[str, Score]] = {}
+    for table in dict.fromkeys(case.table for case in cases):
+        places = [index for index, case in enumerate(cases) if case.table == table]
+        own = [cases[index] for index in places]
+        tables[table] = {
+            "step-time model": score(own, [predicted[index] for index in places]),
+            "constant MFU": score(own, leave_one_shape_out(own, constant_mfu)),
+            "linear": score(own, leave_one_shape_out(own, linear)),
+        }
+    return tables
+
+
+def document_table(tables: Mapping[str, Mapping[str, Score]]) -> str:
+    """Return the scores as Markdown."""
+    lines = [
+        "| table | rows | model | MAPE | worst | best picked | mean regret | worst regret |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for table, scores in tables.items():
+        for index, (name, found) in enumerate(scores.items()):
+            head = f"| {table} | {found.rows} " if not index else "| | "
+            picked = f"{found.best_picked} of {found.groups} | {found.mean_regret:.1%} | {found.worst_regret:.0%}"
+            rest = picked if found.groups else " | | "
+            lines.append(f"{head}| {name} | {found.mape:.1%} | {found.worst:.0%} | {rest} |")
+    return "\n".join(lines)
+
+
+def write_document(table: str) -> None:
+    """Replace the table between the markers of the document."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    head, _, rest = text.partition("<!-- scores -->")
+    _, _, tail = rest.partition("<!-- end of scores -->")
+    DOCUMENT.write_text(f"{head}<!-- scores -->\n{table}\n<!-- end of scores -->{tail}", encoding="utf-8")
+
+
+def main() -> None:
+    """Print the scoreboard."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, default=TABLES)
+    parser.add_argument("--write", action="store_true", help=f"store the table in {DOCUMENT.name}")
+    arguments = parser.parse_args()
+    own = arguments.tables == TABLES
+    table = document_table(scoreboard(published_steps(arguments.tables), refit=own))
+    print(table)
+    if arguments.write and own:
+        write_document(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Predicted step times against schedules and volumes counted out here, and against what was published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean, median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import llama, public_model
+from published_steps import READERS, TABLES, published_steps
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.step_time.constants import constants_of, hardware_constants
+from shardwright.ds_configs.step_time.data_parallel import Held, data_traffic
+from shardwright.ds_configs.step_time.estimate import estimate_step_time
+from shardwright.ds_configs.step_time.links import gather_seconds, group_of, reduction_seconds
+from shardwright.ds_configs.step_time.micro_batch import device_of, product_seconds, with_host
+from shardwright.ds_configs.step_time.software import TRANSFORMERS
+
+LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
+QWEN_MOE = public_model("Qwen/Qwen3-30B-A3B")
+A100 = parse_hardware("8xA100-80GB")
+ZERO1 = Strategy(engine="deepspeed", zero_stage=1, dp_shard=8)
+ZERO3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
+
+
+def seconds(strategy, model=LLAMA_8B, hardware=A100, **job):
+    return estimate_step_time(strategy, model, hardware, TrainingJob(**job))
+
+
+def one_f_one_b_seconds(stages: int, micro_batches: int, forward: float, backward: float) -> float:
+    """The end of a 1F1B step, each stage doing its work in order as soon as what it needs has come."""
+    orders = []
+    for stage in range(stages):
+        warm = min(stages - stage - 1, micro_batches)
+        order = [("f", m) for m in range(warm)]
+        for m in range(micro_batches - warm):
+            order += [("f", warm + m), ("b", m)]
+        orders.append(order + [("b", m) for m in range(micro_batches - warm, micro_batches)])
+    done: dict[tuple[str, int, int], float] = {}
+    free = [0.0] * stages
+    while any(orders):
+        for stage, order in enumerate(orders):
+            if not order:
+                continue
+            kind, m = order[0]
+            source = (kind, stage - 1, m) if kind == "f" else (kind, stage + 1, m)
+            first = stage == 0 if kind == "f" else stage == stages - 1
+            if not first and source not in done:
+                continue
+            start = max(free[stage], 0.0 if first else done[source])
+            free[stage] = done[(kind, stage, m)] = start + (forward if kind == "f" else backward)
+            order.pop(0)
+    return max(free)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 8)])
+def test_a_pipeline_takes_what_a_replayed_schedule_takes(stages, micro_batches):
+    model = llama(num_hidden_layers=16, vocab_size=16, hidden_size=2048, num_attention_heads=16)
+    layout = Strategy(engine="deepspeed", zero_stage=1, pp=stages, gradient_accumulation_steps=micro_batches)
+    time = seconds(layout, model, parse_hardware(f"{stages}xA100-80GB"), seq_len_tokens=4096)
+    once = sum(time.terms.get(name, 0.0) for name in ("optimizer", "step_overhead"))
+    each = (time.seconds - once - time.terms["pipeline_bubble"]) / micro_batches
+    replayed = one_f_one_b_seconds(stages, micro_batches, each / 3, 2 * each / 3)
+    assert time.seconds - once == pytest.approx(replayed, rel=0.05), "but for the loss of the last stage"
+
+
+def test_terms_add_up_and_the_interval_holds_the_middle():
+    for layout in (ZERO1, ZERO3, replace(ZERO1, dp_shard=2, tp=4), replace(ZERO3, gradient_checkpointing=True)):
+        time = seconds(layout, global_batch_size=8)
+        assert sum(time.terms.values()) == pytest.approx(time.seconds)
+        assert time.low_seconds < time.seconds < time.high_seconds
+        assert time.tokens_per_second == pytest.approx(layout.global_batch_size * 4096 / time.seconds)
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 20_000)] * 3),
+    more=st.integers(0, 5000),
+    axis=st.integers(0, 2),
+)
+def test_a_larger_product_takes_no_less_time_and_reaches_more_of_the_peak(sizes, more, axis):
+    device = device_of(A100, TrainingJob(), TRANSFORMERS, constants_of("A100-80GB"))
+    # Aligned widths; what is not pays separately.
+    small = [8 * size for size in sizes]
+    large = [size + (8 * more if index == axis else 0) for index, size in enumerate(small)]
+    first, second = product_seconds(device, *small), product_seconds(device, *large)
+    assert second >= first
+    rate = [2.0 * m * n * k / t for (m, n, k), t in ((small, first), (large, second))]
+    assert rate[0] <= rate[1] * (1 + 1e-9) <= A100.flops_per_s
+
+
+def test_unaligned_widths_are_slower():
+    device = device_of(A100, TrainingJob(), TRANSFORMERS, constants_of("A100-80GB"))
+    assert product_seconds(device, 4096, 50257, 768) > 1.5 * product_seconds(device, 4096, 50304, 768)
+
+
+def test_tensor_parallelism_and_small_micro_batches_lower_efficiency():
+    whole = seconds(ZERO1, micro_batch_size=8)
+    divided = seconds(replace(ZERO1, dp_shard=1, tp=8), micro_batch_size=8)
+    assert divided.terms["matrix_products"] > whole.terms["matrix_products"] / 8
+    short = [seconds(replace(ZERO1, micro_batch_size=size), seq_len_tokens=128).tokens_per_second for size in (1, 8)]
+    assert short[1] > 2 * short[0]
+
+
+def test_the_host_bounds_tiny_models():
+    tiny = llama(num_hidden_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=128)
+    time = seconds(ZERO1, tiny, seq_len_tokens=64)
+    constants = constants_of("A100-80GB")
+    kernels = 8 * (TRANSFORMERS.kernels_forward + TRANSFORMERS.kernels_backward)
+    assert time.seconds > kernels * constants.launch_seconds
+    assert with_host(1.0, 0, constants) == 1.0
+    assert max(1.0, 2.0) < with_host(1.0, 2.0 / constants.launch_seconds, constants) < 3.0
+
+
+@given(ranks=st.sampled_from([2, 4, 8, 16, 64]), size=st.floats(1e3, 1e10))
+def test_collectives_move_what_a_ring_moves_and_wait_for_its_hops(ranks, size):
+    cluster = parse_hardware("8x8xA100-80GB")
+    constants = hardware_constants(cluster)
+    group = group_of(cluster, constants, ranks=ranks)
+    moved = sum(size / ranks for _ in range(ranks - 1))
+    gathered = gather_seconds(group, size)
+    assert gathered == pytest.approx(moved / group.bytes_per_s + group.ring_seconds)
+    assert reduction_seconds(group, size) <= 2 * gathered * (1 + 1e-9)
+    assert group.bytes_per_s <= cluster.link_bytes_per_s
+
+
+def test_a_ring_over_many_nodes_costs_its_hops_in_every_layer():
+    """Pure ZeRO-3 on 16,384 ranks waits for a ring in each gather, which volumes alone do not say."""
+    zero = replace(ZERO3, dp_shard=16_384)
+    cluster = parse_hardware("2048x8xH100-80GB")
+    held = Held(trainable=405e9, frozen_bytes=0.0, layers=126, ranks=16_384, stride=1)
+    traffic = data_traffic(zero, held, cluster, TrainingJob(), TRANSFORMERS, hardware_constants(cluster))
+    volume = 405e9 * 2 / (8 * cluster.network_bytes_per_s)
+    assert traffic.gathers_forward > volume + 1.0
+
+
+def traffic_of(strategy, **job):
+    held = Held(trainable=8e9, frozen_bytes=0.0, layers=32, ranks=8, stride=1)
+    return data_traffic(strategy, held, A100, TrainingJob(**job), TRANSFORMERS, constants_of("A100-80GB"))
+
+
+def test_engines_move_what_their_papers_say():
+    """In bytes of a parameter and shares of 7/8: DDP under autocast reduces fp32, ZeRO-1 16 bit and gathers 16 bit."""
+    rate = A100.link_bytes_per_s * constants_of("A100-80GB").link_efficiency
+    unit = 7 / 8 * 8e9 / rate
+    ddp = traffic_of(Strategy(engine="ddp", dp_replicate=8))
+    # DDP's buckets of 25 MB each wait for a tree.
+    assert 8 * unit < ddp.reductions_once < 11 * unit
+    stage1, stage2, stage3 = (traffic_of(replace(ZERO1, zero_stage=stage)) for stage in (1, 2, 3))
+    assert (stage1.reductions_once, stage1.updates_once) == pytest.approx((2 * unit, 2 * unit), rel=0.05)
+    assert (stage2.reductions_each, stage2.updates_once) == pytest.approx((2 * unit, 2 * unit), rel=0.05)
+    assert stage3.gathers_forward == stage3.gathers_backward == pytest.approx(2 * unit, rel=0.1)
+    assert stage3.reductions_each == pytest.approx(2 * unit, rel=0.1)
+    sequence = traffic_of(replace(ZERO1, dp_shard=4, sp=2))
+    assert sequence.reductions_once == pytest.approx(4 * unit, rel=0.05)
+
+
+def test_quantized_collectives_and_secondary_shards_move_less():
+    cluster = parse_hardware("4x8xA100-80GB")
+    base = replace(ZERO3, dp_shard=32)
+
+    def time(zero):
+        return seconds(replace(base, zero=zero), LLAMA_8B, cluster, seq_len_tokens=256).seconds
+
+    plain = time(ZeroOptions())
+    assert time(ZeroOptions(quantized_weights=True)) < plain
+    assert time(ZeroOptions(quantized_gradients=True)) < plain
+    assert time(ZeroOptions(hpz_partition_size=8)) < plain
+    hybrid = Strategy(engine="fsdp2", dp_shard=8, dp_replicate=4)
+    flat = Strategy(engine="fsdp2", dp_shard=32)
+    assert (
+        seconds(hybrid, LLAMA_8B, cluster, seq_len_tokens=256).seconds
+        < seconds(flat, LLAMA_8B, cluster, seq_len_tokens=256).seconds
+    )
+
+
+def test_recomputation_costs_a_forward_pass_of_the_layers_that_have_it():
+    none, some, every = (
+        seconds(replace(ZERO1, gradient_checkpointing=count != 0, checkpointed_layers=count)) for count in (0, 8, None)
+    )
+    whole = every.terms["recomputation"]
+    assert "recomputation" not in none.terms
+    assert some.terms["recomputation"] == pytest.approx(whole / 4)
+    assert 1.15 < every.seconds / none.seconds < 1.4
+
+
+def test_offload_and_frozen_weights_cost_what_they_move():
+    plain, host, both = (
+        seconds(replace(ZERO3, offload_optimizer=one, offload_param=two)).seconds
+        for one, two in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+    )
+    assert plain < host < both
+    cluster = parse_hardware("8xA100-80GB", nvme="/nvme:8TB")
+    assert both < seconds(replace(ZERO3, offload_optimizer="nvme", offload_param="nvme"), hardware=cluster).seconds
+    lora = seconds(ZERO1, method="lora")
+    assert lora.terms["matrix_products"] < 0.75 * seconds(ZERO1).terms["matrix_products"]
+
+
+def test_a_chunked_loss_moves_less_per_logit_and_more_per_chunk():
+    eager, chunked = (seconds(replace(ZERO1, micro_batch_size=4), loss=loss).terms for loss in ("eager", "chunked"))
+    assert eager["head_and_loss"] != chunked["head_and_loss"]
+    assert eager["matrix_products"] == chunked["matrix_products"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ep=st.sampled_from([1, 2, 8]),
+    tokens=st.sampled_from([512, 4096]),
+)
+def test_experts_are_loaded_evenly(ep, tokens):
+    layout = replace(ZERO1, ep=ep)
+    time = seconds(layout, QWEN_MOE, seq_len_tokens=tokens)
+    assert ("expert_parallel" in time.terms) == (ep > 1)
+    assert 0 < time.seconds < 60
+
+
+def test_slower_links_never_help():
+    slow = replace(A100, link_bytes_per_s=A100.link_bytes_per_s / 8)
+    for layout in (ZERO1, ZERO3, replace(ZERO1, dp_shard=2, tp=4), replace(ZERO3, dp_shard=4, sp=2)):
+        assert seconds(layout, hardware=slow).seconds >= seconds(layout).seconds
+
+
+def test_every_constant_has_a_source_and_other_accelerators_say_that_they_borrow():
+    for gpu in ("A100-80GB", "H100-80GB", "V100-32GB", "CPU"):
+        assert constants_of(gpu).source
+        assert not constants_of(gpu).assumed
+    borrowed = constants_of("MI300X")
+    assert borrowed.assumed
+    assert borrowed.error > constants_of("A100-80GB").error
+
+
+def test_published_steps_are_met():
+    """What the scoreboard shows for constants fitted with all rows, with room for the next fit."""
+    errors: dict[str, list[float]] = {}
+    for case in published_steps():
+        time = estimate_step_time(case.strategy, case.model, case.hardware, case.job, software=case.software)
+        errors.setdefault(case.table, []).append(time.seconds / case.seconds - 1)
+    limits = {
+        "vTrain single node": 0.08,
+        "vTrain multi-node": 0.09,
+        "llm-foundry A100": 0.05,
+        "InternEvo 7B throughput": 0.08,
+        "InternEvo 7B ZeRO-1 scaling": 0.08,
+        "Megatron-Core H100": 0.08,
+        "MT-NLG 530B": 0.08,
+        "fms-fsdp": 0.1,
+        "Korthikanti 22B to 1T": 0.1,
+        "torchtitan H100": 0.15,
+    }
+    assert {name: mean(map(abs, errors[name])) for name in limits} == {
+        name: pytest.approx(limit / 2, abs=limit / 2) for name, limit in limits.items()
+    }
+    assert abs(median(errors["vTrain single node"])) < 0.02
+
+
+def test_every_table_has_a_reader():
+    assert all(any(path.name.startswith(prefix) for prefix in READERS) for path in TABLES.glob("*.csv"))
