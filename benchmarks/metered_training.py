@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.memory.estimate import estimate_memory
+from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
 from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.training_arguments import planned_training_arguments
@@ -15,10 +16,12 @@ from shardwright.ds_configs.specs.hardware import HardwareSpec
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.metering.byte_meter import Meter, MeterReading
-from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
+from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_pipeline_trainer, meter_trainer
 from shardwright.plugins.peft.lora import add_lora
+from shardwright.plugins.transformers.partial_checkpointing import partial_checkpointing_callback
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, default_data_collator, set_seed
 
@@ -28,7 +31,8 @@ STEPS = WARM_UP_STEPS + 1
 def plan_of(strategy: Strategy, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Plan:
     """Return the plan of a strategy that no search chose."""
     memory = estimate_memory(strategy, spec, hardware, job)
-    chosen = Evaluated(strategy=strategy, memory=memory, reason="")
+    time = estimate_step_time(strategy, spec, hardware, job)
+    chosen = Evaluated(strategy=strategy, memory=memory, time=time, reason="")
     return Plan(model=spec, hardware=hardware, job=job, chosen=chosen, rejected=())
 
 
@@ -44,14 +48,26 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
         if job.method == "lora":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
-        trainer = Trainer(
-            model=model, args=arguments, train_dataset=_samples(plan), data_collator=default_data_collator
-        )
+        trainer = _trainer(plan, arguments, model)
         del model
-        meter_trainer(trainer, meter)
+        if strategy.checkpointed_layers is not None:
+            trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
+        (meter_pipeline_trainer if strategy.pp > 1 else meter_trainer)(trainer, meter)
         trainer.train()
         reading = meter.reading()
     return reading
+
+
+def _trainer(plan: Plan, arguments: Any, model: Any) -> Trainer:
+    inputs = {"train_dataset": _samples(plan), "data_collator": default_data_collator}
+    strategy = plan.chosen.strategy
+    if strategy.pp == 1:
+        return Trainer(model=model, args=arguments, **inputs)
+    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
+
+    stages = pipeline_stages(plan.model, plan.job, strategy.pp)
+    trainer: Trainer = PipelineTrainer(model=model, args=arguments, pipeline_stages=stages, **inputs)
+    return trainer
 
 
 def _settings(plan: Plan) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..memory.calibration import Calibration
 from ..memory.estimate import MemoryEstimate, estimate_memory
 from ..specs.errors import Fault
 from ..specs.hardware import HardwareSpec
-from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, LossImplementation, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
 from ..step_time.estimate import StepTime, estimate_step_time
@@ -105,7 +105,9 @@ def losses(question: Question) -> list[Question]:
     if job.loss != "auto":
         return [question]
     chunked = job.teacher is None and question.hardware.gpu != "CPU"
-    tried = ("eager", "chunked") if chunked and question.model.model_type in CHUNKED_LOSS_FAMILIES else ("eager",)
+    tried: list[LossImplementation] = ["eager"]
+    if chunked and question.model.model_type in CHUNKED_LOSS_FAMILIES:
+        tried.append("chunked")
     return [replace(question, job=replace(job, loss=loss)) for loss in tried]
 
 

@@ -1,1 +1,1 @@
-"""What a training step loses to communication and to idle stages: enter by `step_cost.py`."""
+"""Predicted time of a training step, every term named: enter by `estimate.py`."""

@@ -57,7 +57,7 @@ def exchanges(
         group = group_of(hardware, constants, ranks=strategy.cp)
         volume = collectives.context_parallel_bytes(
             cp=strategy.cp,
-            tokens=tokens * strategy.cp,
+            tokens=round(tokens * strategy.cp),
             key_value_size=work.whole_key_value_size,
             layers=1,
             element_bytes=element_bytes,

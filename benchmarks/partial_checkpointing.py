@@ -1,0 +1,168 @@
+"""Predicted beside metered memory where only the first layers are recomputed.
+
+`python benchmarks/partial_checkpointing.py` trains every case through the stock Trainer, those of pipelines through
+`PipelineTrainer`, on two CPU ranks with the byte meter on. `--write` stores the readings; `--stored` predicts the stored ones again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from memory_cases import MODELS, Case
+from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from shardwright.ds_configs.specs.strategy import Strategy
+
+MEASURED = Path(__file__).with_name("partial_checkpointing.json")
+SECONDS_PER_CASE = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialCase(Case):
+    """A training run that recomputes the first layers of a model; the layout `pp` is a pipeline of all ranks."""
+
+    checkpointed_layers: int
+
+    @property
+    def name(self) -> str:
+        """The name of the run with the count of layers."""
+        return f"{super().name}-first{self.checkpointed_layers}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Eight layers, so that counts differ."""
+        depth = "n_layer" if self.model == "gpt2" else "num_hidden_layers"
+        return {"model_type": self.model, **MODELS[self.model], depth: 8}
+
+    def strategy(self) -> Strategy:
+        """The layout, with the layers that are recomputed."""
+        if self.layout == "pp":
+            plain = replace(self, layout="zero1").strategy()
+            strategy = replace(plain, dp_shard=1, pp=self.ranks)
+        else:
+            strategy = super().strategy()
+        return replace(strategy, checkpointed_layers=self.checkpointed_layers)
+
+
+def cases() -> list[PartialCase]:
+    """Return runs of all engines over counts of layers, precisions and families."""
+    shapes = [
+        ("llama", "ddp", "bf16", 1, 2),
+        ("qwen3", "ddp", "fp32", 1, 5),
+        ("llama", "zero1", "fp32", 4, 3),
+        ("gpt2", "zero1", "bf16", 1, 6),
+        ("qwen3", "zero2", "fp32", 1, 2),
+        ("llama", "zero2", "bf16", 4, 4),
+        ("gemma2", "zero2", "bf16", 1, 7),
+        ("llama", "zero3", "fp32", 1, 6),
+        ("qwen3", "zero3", "bf16", 4, 2),
+        ("llama", "fsdp2", "bf16", 1, 1),
+        ("qwen3", "fsdp2", "fp32", 1, 4),
+        ("gpt2", "fsdp2", "bf16", 1, 6),
+        ("llama", "pp", "fp32", 4, 1),
+        ("qwen3", "pp", "bf16", 4, 3),
+        ("gpt2", "pp", "fp32", 4, 2),
+    ]
+    return [
+        PartialCase(
+            model=model,
+            layout=layout,
+            precision=precision,
+            accumulation=accumulation,
+            checkpointing=True,
+            offload="none",
+            ranks=2,
+            method="full",
+            checkpointed_layers=layers,
+        )
+        for model, layout, precision, accumulation, layers in shapes
+    ]
+
+
+def predicted_bytes(case: PartialCase) -> int:
+    """Return the predicted peak of the fullest rank."""
+    terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+    return max(sum(terms[name].values()) for name in terms if name != "init")
+
+
+def measure(chosen: Sequence[PartialCase]) -> list[dict[str, Any]]:
+    """Train the cases in one launch of two ranks and return their readings."""
+    from shardwright.plugins.launching.launch import free_port, python_arguments, run
+
+    with tempfile.TemporaryDirectory() as directory:
+        wanted, output = Path(directory) / "cases.json", Path(directory) / "readings.jsonl"
+        wanted.write_text(json.dumps([asdict(case) for case in chosen]), encoding="utf-8")
+        launch = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), __file__]
+        command = python_arguments([*launch, "--worker", str(wanted), str(output)])
+        run(command, timeout_seconds=120 + SECONDS_PER_CASE * len(chosen))
+        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def work(wanted: Path, output: Path) -> None:
+    """Train every case on this rank; rank 0 appends the fullest rank's reading."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from fresh_process import forget_last_run
+
+    for values in json.loads(wanted.read_text(encoding="utf-8")):
+        case = PartialCase(**values)
+        reading = _metered(case)
+        peaks: list[Any] = [None] * case.ranks
+        phases = {name: peak for name, peak in reading.peaks.items() if name not in ("init", "other")}
+        torch.distributed.all_gather_object(peaks, max(phases.values()))
+        if os.environ["RANK"] == "0":
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"case": values, "peak_bytes": max(peaks)}) + "\n")
+        forget_last_run()
+
+
+def _metered(case: PartialCase) -> Any:
+    from metered_training import plan_of, train_metered
+    from shardwright.ds_configs.specs.hardware import parse_hardware
+    from shardwright.plugins.metering.byte_meter import ByteMeter
+
+    plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
+    return train_metered(plan, case.config, ByteMeter())
+
+
+def table(records: Sequence[dict[str, Any]]) -> tuple[str, list[float]]:
+    """Return the cases as Markdown, and the relative errors of their predictions."""
+    lines, errors = ["| case | metered MB | predicted MB | error |", "|---|---|---|---|"], []
+    for record in records:
+        case = PartialCase(**record["case"])
+        found = predicted_bytes(case)
+        errors.append(found / record["peak_bytes"] - 1)
+        sizes = f"{record['peak_bytes'] / 1e6:.2f} | {found / 1e6:.2f}"
+        lines.append(f"| {case.name} | {sizes} | {errors[-1]:+.1%} |")
+    return "\n".join(lines), errors
+
+
+def main() -> None:
+    """Measure, or read what was measured, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stored", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(*options.worker)
+        return
+    records = json.loads(MEASURED.read_text(encoding="utf-8")) if options.stored else measure(cases())
+    text, errors = table(records)
+    print(text)
+    print(f"{len(errors)} cases: MAPE {mean(map(abs, errors)):.2%}, worst {max(map(abs, errors)):.2%}")
+    if options.write:
+        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in records) + "\n]\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
