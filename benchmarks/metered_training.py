@@ -18,8 +18,9 @@ from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
 from shardwright.plugins.metering.byte_meter import Meter, MeterReading
-from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_pipeline_trainer, meter_trainer
+from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
 from shardwright.plugins.peft.lora import add_lora
 from shardwright.plugins.transformers.partial_checkpointing import partial_checkpointing_callback
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype

@@ -1,7 +1,8 @@
 """Predicted beside metered memory where only the first layers are recomputed.
 
 `python benchmarks/partial_checkpointing.py` trains every case through the stock Trainer, those of pipelines through
-`PipelineTrainer`, on two CPU ranks with the byte meter on. `--write` stores the readings; `--stored` predicts the stored ones again.
+`PipelineTrainer`, on two CPU ranks with the byte meter on. `--write` stores the readings; `--stored` predicts the
+stored ones again.
 """
 
 from __future__ import annotations

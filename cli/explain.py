@@ -13,6 +13,7 @@ from ..ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.step_time.terms import TIME_TERM_MEANINGS, time_term_name
 from .options import FormatOptions
 from .settings import FILLED, Options, grouped
 
@@ -63,7 +64,7 @@ def _exists(subject: str) -> bool:
 def _meanings() -> dict[str, str]:
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
-    return dict(TERM_MEANINGS) | strategies | rules
+    return dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules
 
 
 def _meaning(term: str) -> str:
@@ -79,6 +80,10 @@ def _plan_explained(plan: Plan) -> dict[str, object]:
         "reason": plan.chosen.reason,
         "phases": gpu.phases,
         "terms": {name: {"bytes": count, "meaning": _meaning(name)} for name, count in gpu.terms.items()},
+        "step_time": {
+            name: {"seconds": seconds, "meaning": TIME_TERM_MEANINGS.get(name, "")}
+            for name, seconds in plan.chosen.time.terms.items()
+        },
         "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
     }
 
@@ -104,6 +109,12 @@ def _show(plan: Plan) -> None:
     for name, count in sorted(gpu.terms.items(), key=lambda item: -item[1]):
         table.add_row(name.replace("_", " "), gigabytes(count), _meaning(name))
     out.print(table)
+    times = Table(title="Terms of the step's time", title_justify="left", box=None, pad_edge=False)
+    for column in ("term", "seconds", "what it is"):
+        times.add_column(column, justify="right" if column == "seconds" else "left")
+    for name, seconds in sorted(plan.chosen.time.terms.items(), key=lambda item: -item[1]):
+        times.add_row(time_term_name(name), f"{seconds:.4f}", TIME_TERM_MEANINGS.get(name, ""))
+    out.print(times)
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:
         out.print(f"- {other.reason}", markup=False)

@@ -63,10 +63,12 @@ def _plan_schema() -> dict[str, Any]:
         "gpu_memory": memory["gpu"],
         "host_memory": memory["host"],
         "nvme_bytes_per_node": nvme_used,
+        "step_time": {"$ref": "#/$defs/StepTime"},
+        "loss": {"enum": ["eager", "chunked"]},
         "reason": {"type": "string"},
     }
     teacher, analysis_only = (parts["Evaluated"]["properties"][name] for name in ("teacher", "analysis_only"))
-    chosen = layout | {"step_time": {"type": ["object", "null"]}, "teacher": teacher}
+    chosen = layout | {"teacher": teacher}
     del parts["MemoryEstimate"], parts["Evaluated"]
     text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
     model = {
@@ -87,6 +89,7 @@ def _plan_schema() -> dict[str, Any]:
         "job": {"$ref": "#/$defs/TrainingJob"},
         "chosen": _object(chosen),
         "rejected": {"type": "array", "items": _object(layout | {"analysis_only": analysis_only})},
+        "pareto": {"type": "array", "items": {"$ref": "#/$defs/ParetoPoint"}},
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }

@@ -17,12 +17,17 @@ from ..ds_configs.check import Finding
 from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.launch import train_arguments
 from ..ds_configs.plan.plan import Plan
+from ..ds_configs.search.choice import ParetoPoint
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.teacher_placement import TeacherChoice
 from ..ds_configs.specs.units import gigabytes, human_count
+from ..ds_configs.step_time.estimate import StepTime
+from ..ds_configs.step_time.terms import time_term_name
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH = 60
+_SHOWN_SHARE = 0.005
+_SHOWN_POINTS = 6
 
 
 def console() -> Console:
@@ -48,10 +53,16 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
     out.print(_host_line(plan))
     out.print()
+    out.print(time_table(chosen.time))
+    out.print()
     if chosen.teacher is not None:
         out.print(teacher_table(chosen.teacher))
         out.print()
     out.print(_rejected_table(plan))
+    out.print()
+    if len(plan.pareto) > 1:
+        out.print(pareto_table(plan.pareto))
+        out.print()
     if directory is None:
         out.print("No files written; give --output-dir to write", ", ".join(plan.file_names))
         return
@@ -104,6 +115,32 @@ def terms_table(terms: Mapping[str, int], title: str) -> Table:
     for index, (name, count) in enumerate(sorted(terms.items(), key=lambda item: -item[1])):
         table.add_row(Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), gigabytes(count))
     table.add_row("together", gigabytes(sum(terms.values())), style="bold")
+    return table
+
+
+def time_table(time: StepTime) -> Table:
+    """Return the named parts of a step's time, largest first, with its interval."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"Time of a step, {time.tokens_per_second:,.0f} tokens/s")
+    table.add_column("seconds", justify="right")
+    for name, seconds in sorted(time.terms.items(), key=lambda item: -item[1]):
+        if seconds >= _SHOWN_SHARE * time.seconds:
+            table.add_row(time_term_name(name), f"{seconds:.4f}")
+    interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
+    table.add_row("together", interval, style="bold")
+    return table
+
+
+def pareto_table(points: Sequence[ParetoPoint]) -> Table:
+    """Return layouts from the fastest to the leanest, at most `_SHOWN_POINTS` evenly chosen ones."""
+    table = Table(title="Time against memory", title_justify="left", box=None, pad_edge=False)
+    table.add_column("layout")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("needs up to GB", justify="right")
+    most = min(_SHOWN_POINTS, len(points))
+    for place in range(most):
+        point = points[round(place * (len(points) - 1) / max(1, most - 1))]
+        table.add_row(point.label, f"{point.tokens_per_second:,.0f}", gigabytes(point.high_bytes))
     return table
 
 

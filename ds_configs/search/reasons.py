@@ -11,6 +11,7 @@ from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
 from ..specs.units import gigabytes
 from ..step_time.estimate import StepTime
+from ..step_time.terms import time_term_name
 from .variants import Question, Variant
 
 _NAMES = {
@@ -62,7 +63,7 @@ def chosen_reason(taken: Variant, question: Question, *, faster: Variant, others
 
 def speed(time: StepTime) -> str:
     """Return the speed of a step with its interval and its largest terms."""
-    shown = ", ".join(f"{name.replace('_', ' ')} {_seconds(value)}" for name, value in _largest(time.terms))
+    shown = ", ".join(f"{time_term_name(name)} {_seconds(value)}" for name, value in _largest(time.terms))
     return (
         f"{time.tokens_per_second:,.0f} tokens/s, {_seconds(time.seconds)} s a step "
         f"({_seconds(time.low_seconds)} to {_seconds(time.high_seconds)}: {shown})"
@@ -94,27 +95,6 @@ def _near(taken: Variant, faster: Variant) -> str:
 
 def _accumulated(strategy: Strategy) -> str:
     return f" x {strategy.gradient_accumulation_steps}" if strategy.gradient_accumulation_steps > 1 else ""
-
-
-_MEANINGS = {
-    "matrix_products": "matrix products",
-    "memory_operations": "memory-bound operations",
-    "head_and_loss": "head and loss",
-    "parameter_gathers": "gathers and reductions that computation does not hide",
-    "gradient_reduction": "reduction of gradients that computation does not hide",
-    "parameter_updates": "gathers of updated parameters",
-    "tensor_parallel": "all-reduces of TP",
-    "sequence_parallel": "all-to-alls of SP",
-    "context_parallel": "keys and values of CP",
-    "expert_parallel": "all-to-alls of EP",
-    "pipeline_transfers": "transfers between stages",
-    "pipeline_bubble": "idle stages",
-    "kernel_launches": "kernel launches",
-    "overlap_slowdown": "computation slowed by communication beside it",
-    "host_copies": "copies over PCIe",
-    "host_optimizer": "the optimizer on the host",
-    "waiting_for_ranks": "ranks that wait for each other",
-}
 
 
 def _seconds(value: float) -> str:
@@ -229,7 +209,7 @@ def _loss_against(variant: Variant, taken: Variant) -> str:
     scale = taken.time.seconds * taken.time.tokens_per_second / (variant.time.seconds * variant.time.tokens_per_second)
     more = {name: value * scale - taken.time.terms.get(name, 0.0) for name, value in variant.time.terms.items()}
     shown = ", ".join(
-        f"{_MEANINGS.get(name, name.replace('_', ' '))} {_seconds(value)} s"
+        f"{time_term_name(name)} {_seconds(value)} s"
         for name, value in _largest(more)
         if value > 0.2 * max(more.values())
     )

@@ -136,7 +136,25 @@ def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, floa
         "head_and_loss": head.device + head_back.device,
     }
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
-    return terms, layers * forward.device + head.device, kernels + head.kernels + head_back.kernels
+    ahead = layers * forward.device + head.device
+    if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
+        terms["teacher_forward"] = _teacher_seconds(setting, job.teacher)
+        ahead += terms["teacher_forward"]
+    return terms, ahead, kernels + head.kernels + head_back.kernels
+
+
+def _teacher_seconds(setting: Setting, teacher: ModelSpec) -> float:
+    """Return the forward pass of a teacher, with the copies of its weights where it lives in host memory."""
+    job, software = setting.job, setting.software
+    work = model_work(teacher)
+    quantized = job.teacher_placement == "quantized"
+    batch = setting.batch
+    forward, _ = layer_passes(work, batch, setting.device, software, job.compute_bytes, False, quantized)
+    head, _ = head_passes(work, batch.tokens, setting.device, software, False, False)
+    seconds = work.num_layers * forward.device + head.device
+    if job.teacher_placement == "offloaded":
+        seconds += teacher.parameter_count * job.compute_bytes / setting.constants.host_link_bytes_per_s
+    return seconds
 
 
 def overlaps_reductions(setting: Setting) -> bool:

@@ -216,7 +216,16 @@ def test_json_of_a_plan_has_the_documented_shape(shell: Shell, tmp_path: Path) -
     assert answer["hardware"].keys() >= {"name", "nodes", "gpus_per_node", "gpu_bytes"}
     assert answer["job"].keys() >= {"seq_len", "precision", "optimizer", "method"}
     chosen = answer["chosen"]
-    expected = {"strategy", "gpu_memory", "host_memory", "nvme_bytes_per_node", "step_time", "reason", "teacher"}
+    expected = {
+        "strategy",
+        "gpu_memory",
+        "host_memory",
+        "nvme_bytes_per_node",
+        "step_time",
+        "loss",
+        "reason",
+        "teacher",
+    }
     assert chosen.keys() == expected
     places = {"offload_optimizer", "offload_param", "tp", "pp", "sp", "cp", "ep"}
     sizes = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"}
