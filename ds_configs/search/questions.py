@@ -13,8 +13,9 @@ from ..specs.errors import Fault, ShardwrightError, UsageError
 from ..specs.hardware import HardwareSpec, with_gpus
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
+from ..specs.strategy import Strategy
 from ..step_time.constants import hardware_constants
-from ..step_time.estimate import StepTime
+from ..step_time.estimate import StepTime, estimate_step_time
 
 _HOUR = 3600.0
 _LARGEST_WORLD = 16_384
@@ -296,23 +297,24 @@ _TRUSTED_TOKENS = 262_144
 """Tokens of the longest published sequence among them (torchtitan)."""
 
 
-def doubts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[str, ...]:
-    """Return where a predicted step time goes beyond what the formulas were checked against; empty where it does not."""
+def doubts(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[str, ...]:
+    """Return where a predicted step time goes beyond what was checked or stated; empty where it does not."""
     found = []
-    constants = hardware_constants(hardware)
-    if constants.assumed:
+    if hardware_constants(hardware).assumed:
         found.append(f"no step times of {hardware.gpu} are published here: the constants of A100 stand in")
     if hardware.world_size > _TRUSTED_RANKS:
-        found.append(
-            f"{hardware.world_size:,} ranks are more than the {_TRUSTED_RANKS:,} that predictions were checked on"
-        )
+        ranks = f"{hardware.world_size:,} ranks are more than the {_TRUSTED_RANKS:,}"
+        found.append(f"{ranks} that predictions were checked on")
     if job.seq_len_tokens > _TRUSTED_TOKENS:
-        found.append(f"sequences of {job.seq_len_tokens:,} tokens are longer than any that predictions were checked on")
+        found.append(f"sequences of {job.seq_len_tokens:,} tokens are longer than any that were checked")
     if model.dimensions.num_experts:
         found.append("no published step of a mixture of experts was checked")
     if "network_bytes_per_s" in hardware.assumed:
+        half = replace(hardware, network_bytes_per_s=hardware.network_bytes_per_s / 2)
+        times = [estimate_step_time(strategy, model, cluster, job).seconds for cluster in (half, hardware)]
         found.append(
-            f"the network between nodes is assumed to give {hardware.network_bytes_per_s / 1e9:g} GB/s per accelerator"
+            f"the network is assumed to give {hardware.network_bytes_per_s / 1e9:g} GB/s to each accelerator; with half "
+            f"of that a step of this layout takes {times[0] / times[1]:.2f} times as long"
         )
     return tuple(found)
 

@@ -22,8 +22,8 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "pipeline_transfers": "hidden states between stages and their gradients back",
     "pipeline_bubble": "idle stages: before their first and after their last micro-batch, and while they wait for the "
     "slowest",
-    "parameter_gathers": "gathers of sharded parameters and reductions in every micro-batch, where computation does not "
-    "hide them",
+    "parameter_gathers": "gathers of sharded parameters and reductions in every micro-batch that computation does not "
+    "hide",
     "gradient_reduction": "the reduction of gradients once in a step, where the last backward pass does not hide it",
     "overlap_slowdown": "computation slowed by the communication beside it, which uses memory bandwidth and processors",
     "optimizer": "the optimizer's update: bytes of gradients, states and weights over the memory's bandwidth",
