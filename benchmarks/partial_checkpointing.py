@@ -11,19 +11,18 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from memory_cases import MODELS, Case
+from metered_launch import measure_cases
 from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
 from shardwright.ds_configs.specs.strategy import Strategy
 
 MEASURED = Path(__file__).with_name("partial_checkpointing.json")
-SECONDS_PER_CASE = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +93,6 @@ def predicted_bytes(case: PartialCase) -> int:
     return max(sum(terms[name].values()) for name in terms if name != "init")
 
 
-def measure(chosen: Sequence[PartialCase]) -> list[dict[str, Any]]:
-    """Train the cases in one launch of two ranks and return their readings."""
-    from shardwright.plugins.launching.launch import free_port, python_arguments, run
-
-    with tempfile.TemporaryDirectory() as directory:
-        wanted, output = Path(directory) / "cases.json", Path(directory) / "readings.jsonl"
-        wanted.write_text(json.dumps([asdict(case) for case in chosen]), encoding="utf-8")
-        launch = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), __file__]
-        command = python_arguments([*launch, "--worker", str(wanted), str(output)])
-        run(command, timeout_seconds=120 + SECONDS_PER_CASE * len(chosen))
-        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-
-
 def work(wanted: Path, output: Path) -> None:
     """Train every case on this rank; rank 0 appends the fullest rank's reading."""
     import torch
@@ -123,6 +109,7 @@ def work(wanted: Path, output: Path) -> None:
         if os.environ["RANK"] == "0":
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"case": values, "peak_bytes": max(peaks)}) + "\n")
+            print("measured", case.name, flush=True)
         forget_last_run()
 
 
@@ -152,12 +139,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stored", action="store_true")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("files", nargs="*", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        work(*options.worker)
+    if options.files:
+        work(*options.files)
         return
-    records = json.loads(MEASURED.read_text(encoding="utf-8")) if options.stored else measure(cases())
+    records = (
+        json.loads(MEASURED.read_text(encoding="utf-8"))
+        if options.stored
+        else measure_cases(cases(), worker_file=Path(__file__).name)
+    )
     text, errors = table(records)
     print(text)
     print(f"{len(errors)} cases: MAPE {mean(map(abs, errors)):.2%}, worst {max(map(abs, errors)):.2%}")

@@ -14,10 +14,11 @@ from ..ds_configs.plan.plan import Plan, PlanDoesNotFitError
 from ..ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
 from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.hardware import HardwareSpec
-from ..ds_configs.specs.job import LossImplementation, Method, Precision, TrainingJob
+from ..ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision, TrainingJob
 from ..ds_configs.specs.model import ModelSpec
 from ..ds_configs.specs.settings import HardwareSettings, LayoutSettings, TeacherPlacementSettings, TrainingSettings
 from .options import WriteOptions
+from .run_questions import RunQuestions, answers, question_faults, shown_answers
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 
 @grouped
-class PlanSettings(LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
+class PlanSettings(
+    RunQuestions, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings
+):
     """Every setting of a plan."""
 
     group = "Training"
@@ -34,7 +37,12 @@ class PlanSettings(LayoutSettings, TeacherPlacementSettings, TrainingSettings, H
     num_processes: int | None = Field(None, ge=1, description="Accelerators, when the hardware names only their kind")
     precision: Precision = Field("bf16", description="Compute precision; bf16 and fp16 keep fp32 master weights")
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
-    loss: LossImplementation = Field("eager", description="chunked never materialises the logits of all tokens")
+    loss: LossImplementation = Field(
+        "auto", description="chunked never materialises the logits of all tokens; auto where that is faster"
+    )
+    objective: ObjectiveName = Field(
+        "throughput", description="What the plan is chosen for: tokens/s, tokens for each GPU hour, or free memory"
+    )
     teacher: str | None = Field(None, description="A frozen second model for distillation")
 
 
@@ -70,6 +78,7 @@ def plan_command(
     """
     if options.trust_remote_code:
         _note("--trust-remote-code has no effect here: planning never runs a model's own code")
+    question_faults(settings)
     as_json, output_dir = options.as_json, options.output_dir
     if options.dry_run and not as_json:
         _show_settings(settings)
@@ -87,9 +96,12 @@ def plan_command(
             layouts.show()
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
+    answered = answers(plan, settings)
     written = [] if output_dir is None or options.dry_run else plan.write(output_dir, force=options.force)
     if as_json:
         shown = plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}
+        if answered:
+            shown["answers"] = answered
         if layouts is not None:
             shown["tensor_layouts"] = layouts.to_dict()
         print(json.dumps(shown))
@@ -97,6 +109,8 @@ def plan_command(
     from .show import show_plan
 
     show_plan(plan, output_dir if written else None)
+    for line in shown_answers(answered):
+        print(line)
     if layouts is not None:
         layouts.show()
     return 0
@@ -201,6 +215,7 @@ def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> Trai
         strategy=settings.strategy,
         offload=settings.offload,
         loss=settings.loss,
+        objective=settings.objective,
         teacher=teacher,
         teacher_placement=settings.teacher_placement,
     )

@@ -89,6 +89,8 @@ def _plan_schema() -> dict[str, Any]:
         "job": {"$ref": "#/$defs/TrainingJob"},
         "chosen": _object(chosen),
         "rejected": {"type": "array", "items": _object(layout | {"analysis_only": analysis_only})},
+        "offers": {"type": "array", "items": {"$ref": "#/$defs/Offer"}},
+        "doubts": texts,
         "pareto": {"type": "array", "items": {"$ref": "#/$defs/ParetoPoint"}},
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},

@@ -18,6 +18,7 @@ from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.launch import train_arguments
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.choice import ParetoPoint
+from ..ds_configs.search.questions import doubts
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.teacher_placement import TeacherChoice
 from ..ds_configs.specs.units import gigabytes, human_count
@@ -54,6 +55,10 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
     out.print(_host_line(plan))
     out.print()
     out.print(time_table(chosen.time))
+    for offer in plan.offers:
+        out.print(f"Changes the numbers: {offer}", markup=False)
+    for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
+        out.print(f"Less sure: {doubt}", markup=False)
     out.print()
     if chosen.teacher is not None:
         out.print(teacher_table(chosen.teacher))

@@ -10,7 +10,8 @@ from typing import Any
 from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
 from ..search.choice import Evaluated, ParetoPoint, search
-from ..search.suggestions import Suggestion, cheapest_changes
+from ..search.questions import clusters
+from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
 from ..specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
@@ -40,6 +41,8 @@ class Plan:
     """The other layouts with theirs: those that fit first, fastest first."""
     pareto: tuple[ParetoPoint, ...] = ()
     """Layouts from the fastest to the leanest, none of which another one beats in both."""
+    offers: tuple[Offer, ...] = ()
+    """What would be faster if the training's numbers may change."""
     versions: tuple[tuple[str, str], ...] = ()
     """Library versions that the plan was made with, by name."""
 
@@ -134,6 +137,8 @@ def make_plan(
         UsageError: the job is invalid, or the layouts that it allows break rules.
         PlanDoesNotFitError: no layout fits.
     """
+    if job.objective == "cost":
+        hardware = _cheapest(model, hardware, job, activations, calibration)
     outcome = search(model, hardware, job, activations=activations, calibration=calibration)
     if outcome.chosen is None:
         changes = cheapest_changes(model, hardware, job, activations=activations, calibration=calibration)
@@ -145,5 +150,29 @@ def make_plan(
         chosen=outcome.chosen,
         rejected=outcome.rejected,
         pareto=outcome.pareto,
+        offers=faster_changes(outcome, model, hardware),
         versions=versions,
     )
+
+
+def _cheapest(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    activations: ActivationSource | None,
+    calibration: Calibration | None,
+) -> HardwareSpec:
+    """Return the part of a cluster with most tokens for each accelerator-second; of those within 1 % the largest.
+
+    The whole cluster where nothing fits on any part.
+    """
+    speeds: list[tuple[float, HardwareSpec]] = []
+    for part in (*clusters(hardware, most=hardware.world_size - 1), hardware):
+        try:
+            chosen = search(model, part, job, activations=activations, calibration=calibration).chosen
+        except UsageError:
+            continue
+        if chosen is not None:
+            speeds.append((chosen.time.tokens_per_second / part.world_size, part))
+    best = max((speed for speed, _ in speeds), default=0.0)
+    return next((part for speed, part in reversed(speeds) if speed >= 0.99 * best), hardware)

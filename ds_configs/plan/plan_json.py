@@ -9,6 +9,7 @@ from typing import Any
 from ..memory.estimate import MemoryEstimate
 from ..memory.rank_parameters import rank_parameters
 from ..search.choice import Evaluated
+from ..search.questions import doubts
 from ..specs.errors import Fault, RefusedInputError
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
@@ -39,6 +40,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         },
         "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
         "pareto": [asdict(point) for point in plan.pareto],
+        "offers": [asdict(offer) for offer in plan.offers],
+        "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
     }
@@ -129,6 +132,7 @@ def _plan_values(data: Mapping[str, Any]) -> dict[str, Any]:
         "chosen": _evaluated_values(data["chosen"]),
         "rejected": [_evaluated_values(candidate) for candidate in data["rejected"]],
         "pareto": data["pareto"],
+        "offers": data["offers"],
         "versions": list(data["versions"].items()),
     }
 

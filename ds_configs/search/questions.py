@@ -313,8 +313,8 @@ def doubts(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: Tr
         half = replace(hardware, network_bytes_per_s=hardware.network_bytes_per_s / 2)
         times = [estimate_step_time(strategy, model, cluster, job).seconds for cluster in (half, hardware)]
         found.append(
-            f"the network is assumed to give {hardware.network_bytes_per_s / 1e9:g} GB/s to each accelerator; with half "
-            f"of that a step of this layout takes {times[0] / times[1]:.2f} times as long"
+            f"the network is assumed to give {hardware.network_bytes_per_s / 1e9:g} GB/s to each accelerator; with "
+            f"half of that a step of this layout takes {times[0] / times[1]:.2f} times as long"
         )
     return tuple(found)
 

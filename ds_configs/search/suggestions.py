@@ -13,10 +13,13 @@ from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpu
 from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
-from .choice import search
+from .choice import Outcome, search
 from .reasons import display_name
 
 _MOST = 3
+_LARGEST_OFFERED = 64
+_LEAST_GAIN = 1.05
+"""Times faster from which on a change is worth a word."""
 _LARGEST_WORLD = 4096
 _SHORTEST_SEQUENCE = 512
 
@@ -72,6 +75,47 @@ def cheapest_changes(
                         capacity_bytes=gpu.capacity_bytes,
                     )
                 )
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """A change of the training's numbers that would make it faster; a plan never makes it unasked."""
+
+    change: str
+    """What to do, as the flag to write."""
+    times_faster: float
+    """Tokens per second over those of the plan."""
+    strategy: str
+    """The layout that would then be chosen, as people name it."""
+
+    def __str__(self) -> str:
+        return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"
+
+
+def faster_changes(outcome: Outcome, model: ModelSpec, hardware: HardwareSpec) -> tuple[Offer, ...]:
+    """Return what would be faster if the training's numbers may change: 8-bit optimizer states, then adapters.
+
+    Only where memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED` accelerators: on more,
+    states are spread so thinly that neither helps.
+    """
+    chosen, job = outcome.chosen, outcome.job
+    if chosen is None or hardware.world_size > _LARGEST_OFFERED or job.teacher is not None:
+        return ()
+    if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
+        return ()
+    found = []
+    for change, _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
+        # The loss is open again: another one may then be the faster.
+        try:
+            other = search(model, hardware, replace(changed, loss="auto")).chosen
+        except ShardwrightError:
+            continue
+        if other is None:
+            continue
+        ratio = other.time.tokens_per_second / chosen.time.tokens_per_second
+        if ratio > _LEAST_GAIN:
+            found.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
     return tuple(found)
 
 
