@@ -139,8 +139,9 @@ def shown_answers(found: dict[str, Any]) -> list[str]:
         lines.append(f"For the deadline: {found['deadline']['hardware']}, where {found['deadline']['run']['text']}.")
     if "checkpoints" in found:
         saved = found["checkpoints"]
+        minutes, steps = saved["interval_seconds"] / 60, saved["interval_steps"]
         lines.append(
-            f"Save every {saved['interval_seconds'] / 60:.0f} minutes, {saved['interval_steps']:,} steps (Young, Daly): "
-            f"saving and failures cost {saved['lost_share']:.1%} of the time."
+            f"Save every {minutes:.0f} minutes, {steps:,} steps (Young, Daly): saving and failures cost "
+            f"{saved['lost_share']:.1%} of the time."
         )
     return lines

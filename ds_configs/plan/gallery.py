@@ -46,6 +46,7 @@ GALLERY: tuple[GalleryEntry, ...] = (
     GalleryEntry(model="Qwen/Qwen2.5-0.5B", hardware="2xRTX4090"),
     GalleryEntry(model="meta-llama/Llama-3.2-1B", hardware="1xA100-80GB"),
     GalleryEntry(model="meta-llama/Llama-3.2-1B", hardware="8xA100-40GB"),
+    GalleryEntry(model="meta-llama/Llama-3.2-1B", hardware="8xA100-80GB", suffix="ddp", job={"strategy": "ddp"}),
     GalleryEntry(model="meta-llama/Llama-2-7b-hf", hardware="4xA100-80GB"),
     GalleryEntry(model="meta-llama/Llama-2-7b-hf", hardware="8xV100-32GB", suffix="lora", job={**_LORA, **_FP16}),
     GalleryEntry(model="mistralai/Mistral-7B-v0.3", hardware="8xA100-40GB"),
