@@ -52,14 +52,13 @@ def optimizer_seconds(
 
 
 def parameter_copy_seconds(
-    strategy: Strategy, hardware: HardwareSpec, job: TrainingJob, constants: GpuConstants, *, parameters: float
+    strategy: Strategy, hardware: HardwareSpec, constants: GpuConstants, *, size_bytes: float
 ) -> float:
-    """Return the seconds in which a rank fetches its offloaded parameters for one pass over them."""
+    """Return the seconds in which a rank fetches its offloaded parameters, frozen ones too, for one pass over them."""
     if strategy.offload_param == "none":
         return 0.0
-    size = parameters * job.compute_bytes
-    seconds = size / constants.host_link_bytes_per_s
+    seconds = size_bytes / constants.host_link_bytes_per_s
     if strategy.offload_param == "nvme":
         ranks = min(strategy.world_size, hardware.gpus_per_node)
-        seconds = max(seconds, size / (NVME_BYTES_PER_S / ranks))
+        seconds = max(seconds, size_bytes / (NVME_BYTES_PER_S / ranks))
     return seconds

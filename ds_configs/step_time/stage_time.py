@@ -109,8 +109,12 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
     terms["parameter_gathers"] = first + second + alone
     terms["overlap_slowdown"] = slowed + slowed_first + slowed_second
     copies = 2 + (1 if recomputed else 0)
+    frozen = _held(setting, stage)[2] / strategy.shard_size
     terms["host_copies"] = copies * parameter_copy_seconds(
-        strategy, setting.hardware, job, setting.constants, parameters=stepped_parameters(setting, stage)
+        strategy,
+        setting.hardware,
+        setting.constants,
+        size_bytes=stepped_parameters(setting, stage) * job.compute_bytes + frozen,
     )
     return terms
 
