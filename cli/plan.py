@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 @grouped
-class PlanSettings(
-    RunQuestions, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings
-):
+class PlanSettings(RunQuestions, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
     """Every setting of a plan."""
 
     group = "Training"

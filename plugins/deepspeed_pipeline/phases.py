@@ -23,6 +23,8 @@ def meter_pipeline_trainer(trainer: Any, meter: Meter, *, warm_up_steps: int = W
     Micro-batches interleave, so that a phase holds what the others of the step keep. Call it before `train()`.
     """
     meter_trainer(trainer, meter, warm_up_steps=warm_up_steps)
+    # A schedule never calls it, and `PipelineTrainer` refuses an object that replaces it.
+    vars(trainer).pop("compute_loss", None)
     training_step: Callable[..., Any] = trainer.training_step
     followed: list[Any] = []
 
