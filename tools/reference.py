@@ -18,6 +18,7 @@ from unittest import mock
 
 from shardwright.cli.main import build_app, run
 from shardwright.cli.schema import schema_command
+from shardwright.ds_configs.legality.combinations import COLUMNS, ONLY_ON_ACCELERATORS, SETTINGS, cell, every_cell
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
@@ -90,6 +91,41 @@ def _kind(field: Mapping[str, Any]) -> str:
         return f"list of {_kind(field['items'])}" if "items" in field else "list"
     kinds = field.get("type", "any")
     return kinds if isinstance(kinds, str) else " or ".join(kinds)
+
+
+def combinations_page() -> str:
+    """The table of what a training run may combine, with the reason of each refusal."""
+    cells = every_cell()
+    proven = sum(one.is_proven for one in cells)
+    reasons = list(dict.fromkeys(one.reason for one in cells if one.reason))
+    parts = [
+        "# What combines with what\n",
+        _MADE,
+        f"{proven} pairs are proven by a test, {len(cells) - proven} are refused before the first step, none is open.",
+        "A run stands in one column for its engine and in one for each axis; the planner, the callbacks and the",
+        "trainers read the same table (`ds_configs/legality/combinations.py`). ✓: trained and compared with one",
+        "process. A number: refused, for the reason below.\n",
+        "| | " + " | ".join(f"`{column}`" for column in COLUMNS) + " |",
+        "|---|" + ":-:|" * len(COLUMNS),
+    ]
+    for setting, meaning in SETTINGS.items():
+        found = [cell(setting, column) for column in COLUMNS]
+        marks = ["✓" if one.is_proven else str(reasons.index(one.reason) + 1) for one in found]
+        parts.append(f"| {meaning} | " + " | ".join(marks) + " |")
+    parts += ["\n## Columns\n", *(f"- `{column}`: {meaning}" for column, meaning in COLUMNS.items())]
+    parts += ["\n## Reasons\n", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))]
+    tests = sorted({one.proven_by for one in cells if one.proven_by})
+    parts += [
+        "\n## Tests\n",
+        *(f"- `{test}`" for test in tests),
+        "\nOne draws layouts with settings at random:",
+        "`pytest tests/equivalence/test_combinations.py --draw 50 --seed 7`. 16-bit runs are compared within 0.03",
+        "nats, runs with dropout, whose ranks draw other masks, within 0.3, all others within 1e-5. Settings that need",
+        "an accelerator are judged by the rules beside the table: "
+        + ", ".join(f"`{name}`" for name in sorted(ONLY_ON_ACCELERATORS))
+        + ".",
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def python_page() -> str:
@@ -181,7 +217,12 @@ def _methods(name: str, definition: ast.ClassDef) -> list[str]:
     ]
 
 
-MAKERS = {"commands.md": commands_page, "schema.md": schema_page, "python.md": python_page}
+MAKERS = {
+    "combinations.md": combinations_page,
+    "commands.md": commands_page,
+    "schema.md": schema_page,
+    "python.md": python_page,
+}
 
 if __name__ == "__main__":
     for file, make in MAKERS.items():

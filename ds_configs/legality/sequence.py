@@ -27,7 +27,8 @@ _OWN_ATTENTION = "computes attention past the registry of Transformers, where he
 _OWN_LOSS = "declares no loss that takes shift_labels, which shards need"
 _SINKS = "adds attention sinks of each head, which an exchange of heads leaves on other ranks"
 UNSHAREABLE_MODELS = (
-    dict.fromkeys(("big_bird", "codegen", "doge", "falcon", "fuyu", "gpt_neo"), _OWN_ATTENTION)
+    dict.fromkeys(("big_bird", "codegen", "diffllama", "doge", "falcon", "fuyu", "gpt_neo"), _OWN_ATTENTION)
+    | dict.fromkeys(("hrm_text",), _OWN_ATTENTION)
     | dict.fromkeys(("gpt_neox_japanese", "gptj", "megatron-bert", "rembert", "xglm"), _OWN_ATTENTION)
     | dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "cpmant", "ctrl"), _OWN_LOSS)
     | dict.fromkeys(("gpt2", "marian", "mbart", "mpt", "mvp", "openai-gpt", "pegasus", "plbart", "roformer"), _OWN_LOSS)

@@ -120,6 +120,7 @@ def class_faults(config: Mapping[str, Any], meta: Any) -> list[Fault]:
         work="quantize",
         is_causal=named[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         is_encoder_decoder=bool(getattr(meta.config, "is_encoder_decoder", False)),
+        model_type=meta.config.get_text_config().model_type,
         transposed_layers=[name for name, module in meta.named_modules() if isinstance(module, Conv1D)],
     )
 

@@ -285,6 +285,8 @@ def prepared_run(combination: Combination, directory: Path) -> Run:
     run = Run(arguments=arguments)
     for name in combination.settings:
         SETTINGS[name](run)
+    if strategy.engine == "deepspeed":
+        arguments["deepspeed"]["bf16"] = {"enabled": "auto"}
     return run
 
 

@@ -52,10 +52,6 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
         overrides = {**overrides, "accelerator_config": {**overrides.get("accelerator_config", {}), **own}}
     arguments = training_arguments(run.arguments, overrides)
     model = make_model(run.family or combination.family, run.sizes)
-    if strategy.tp > 1 and arguments.bf16:
-        import torch
-
-        model = model.to(torch.bfloat16)
     for change in run.change_model:
         model = change(model)
     data: Any = run.data or samples()

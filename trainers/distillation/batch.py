@@ -104,6 +104,21 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
     )
 
 
+def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Encoder-decoder models make their decoder's input from labels, which are kept from them here.
+
+    Some do it inside of their forward alone (Blenderbot, SeamlessM4T): labels move one to the right, behind the start.
+    """
+    if not model.config.is_encoder_decoder or "decoder_input_ids" in inputs:
+        return inputs
+    labels = inputs["labels"]
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return {**inputs, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=labels)}
+    shifted = labels.roll(1, dims=-1)
+    shifted[..., 0] = model.config.decoder_start_token_id
+    return {**inputs, "decoder_input_ids": shifted.masked_fill(shifted == IGNORED_LABEL, model.config.pad_token_id)}
+
+
 def _is_other(name: str) -> bool:
     return name.startswith(("teacher_", "alignment"))
 

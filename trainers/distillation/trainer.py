@@ -14,7 +14,7 @@ from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import trainer_faults
 from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
-from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch
+from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch, with_decoder_inputs
 from .config import DistillationConfig
 from .on_policy import completed_by_student, is_generated
 from .projector_files import load_projectors, save_projectors, split_projectors
@@ -132,7 +132,7 @@ class DistillationTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Any, *, fused: bool
     ) -> Any:
         inner = inner_model(self)
-        batch = split_batch(self._with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
+        batch = split_batch(with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
         objective = self.distillation.objective(self._progress())
         lesson = self._lesson(model, batch, fused)
         with self._targets(lesson, batch, objective) as targets:
@@ -244,12 +244,6 @@ class DistillationTrainer(Trainer):
         from .self_teacher import EarlyExit
 
         return EarlyExit(inner, own.exit_layer)
-
-    def _with_decoder_inputs(self, inner: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Encoder-decoder models make their decoder's input from labels, which are kept from them here."""
-        if not inner.config.is_encoder_decoder or "decoder_input_ids" in inputs:
-            return inputs
-        return {**inputs, "decoder_input_ids": inner.prepare_decoder_input_ids_from_labels(labels=inputs["labels"])}
 
     def _ranks_of_a_sequence(self) -> int:
         """Ranks that share one sequence: under Ulysses while training; each evaluates whole ones."""

@@ -22,7 +22,8 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
     inner = base_model(model)
     config = inner.config
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    # Models without attention have none, and a rule of their own.
+    heads = getattr(text, "num_attention_heads", size)
     faults = sequence_parallel_faults(
         sequence_parallel_size=size,
         engine=engine,

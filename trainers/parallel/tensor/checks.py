@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....ds_configs.specs.errors import Fault
+from ....plugins.transformers.training_arguments import deepspeed_configuration
 
 _SECTION_KEYS = frozenset({"autotp_size", "vocab_parallel_lm_head", "partition_config", "dtype", "keep_module_on_host"})
 
@@ -35,6 +36,11 @@ def layout_faults(model: Any, parallelism: Any, training_arguments: Any, size: i
         rule = "gives every group the batches of the first rank"
         fix = "leave it out: groups then read for themselves"
         faults.append(Fault(where="accelerator_config.dispatch_batches", value=True, rule=rule, fix=fix))
+    configuration = deepspeed_configuration(training_arguments) or {}
+    for section in ("bf16", "fp16"):
+        if getattr(training_arguments, section) and section not in configuration:
+            rule = "is missing from the DeepSpeed configuration, and AutoTP would divide the model in another precision"
+            faults.append(Fault(where=section, rule=rule, fix=f'write "{section}": {{"enabled": "auto"}}'))
     return faults
 
 

@@ -158,6 +158,7 @@ def _class_faults(scheme: QuantizationScheme, model: Any) -> list[Fault]:
         work="qat",
         is_causal=True,
         is_encoder_decoder=False,
+        model_type=model.config.get_text_config().model_type if hasattr(model, "config") else "",
         transposed_layers=[name for name, module in model.named_modules() if isinstance(module, Conv1D)],
         targets=scheme.targets,
     )
