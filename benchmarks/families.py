@@ -102,6 +102,8 @@ def page(rows: Iterable[Row]) -> str:
         "- quantize: `shardwright quantize --method rtn`, what was written loaded and compared;",
         "- sp, tp, pp: two steps on two ranks, losses within 1e-5 of one process.",
         "",
+        "An empty cell was not run.",
+        "",
         "| | " + " | ".join(checks) + " |",
         "|---|" + "--:|" * len(checks),
     ]
