@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..legality.pipeline import pipeline_remarks
+from ..specs.errors import UsageError
 from ..specs.units import gigabytes
+from ..specs.yaml_file import read_small_file, yaml_mapping
 from .accelerate import accelerate_config
 from .deepspeed import deepspeed_config
 from .launch import hostfile, launch_script, run_line, slurm_script
@@ -47,6 +50,38 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
         texts["launch.sbatch"] = slurm_script(plan, header, directory=directory)
     assert set(texts) == set(plan.file_names), "every named file is rendered"
     return texts
+
+
+def edited_files(plan: Plan, directory: Path) -> list[str]:
+    """Return the configurations in a plan's directory that say something else than the plan; comments do not count."""
+    accelerate = accelerate_config(plan, directory=".")
+    expected: dict[str, Any] = {
+        "accelerate.yaml": _without_place(accelerate),
+        "training_arguments.json": planned_training_arguments(plan),
+    }
+    if plan.chosen.strategy.engine == "deepspeed":
+        expected["ds_config.json"] = deepspeed_config(plan)
+    return [name for name in sorted(expected) if _read(directory / name, otherwise=expected[name]) != expected[name]]
+
+
+def _read(file: Path, *, otherwise: Any) -> Any:
+    """Return what a configuration holds, `None` where it cannot be read, and `otherwise` where there is no file."""
+    if not file.is_file():
+        return otherwise
+    try:
+        content = read_small_file(file, what="plan")
+        found = json.loads(content) if file.suffix == ".json" else yaml_mapping(content, name=file.name, what="plan")
+        return _without_place({name: value for name, value in found.items() if name != "_shardwright"})
+    except (UsageError, ValueError, AttributeError, RecursionError):
+        return None
+
+
+def _without_place(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out where the files lay when they were written."""
+    engine = config.get("deepspeed_config")
+    if not isinstance(engine, dict):
+        return config
+    return config | {"deepspeed_config": engine | {"deepspeed_config_file": None}}
 
 
 def header_lines(plan: Plan, directory: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.files import edited_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...plugins.launching.notes import Notify
@@ -76,6 +77,7 @@ def prepare_train(
     if settings.plan is not None:
         with collecting(faults):
             given = Plan.load(settings.plan)
+            faults += _edited_faults(given, settings.plan)
             settings = _as_planned(settings, given)
     if given is not None or settings.plan is None:
         with collecting(faults):
@@ -100,6 +102,14 @@ def prepare_train(
     if cut := kept.statistics.cut_rows:
         notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")
     return PreparedTrain(settings=settings, model=model, plan=plan, samples=kept, tokenizer=tokenizer)
+
+
+def _edited_faults(plan: Plan, place: str) -> list[Fault]:
+    """Return a fault for each configuration of a plan that somebody edited, since the plan itself is what is run."""
+    directory = Path(place) if Path(place).is_dir() else Path(place).parent
+    rule = "was edited, and train runs the plan as it was made"
+    fix = "plan again with other options, or run your file with accelerate launch and a script"
+    return [Fault(where=str(directory / name), rule=rule, fix=fix) for name in edited_files(plan, directory)]
 
 
 def _as_planned(settings: TrainSettings, plan: Plan) -> TrainSettings:

@@ -30,8 +30,8 @@ _ENGINE_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "
 """Keys of `TrainingArguments` through which another layout than the planned one would run."""
 _PLANNED = frozenset(
     {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
-    | {"seq_len", "precision", "method"} - {"revision"}
-)
+    | {"seq_len", "precision", "method"}
+) - {"revision"}
 """Options whose values a plan holds."""
 
 

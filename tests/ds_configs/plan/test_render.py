@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
-from shardwright.ds_configs.plan.files import render_files
+from shardwright.ds_configs.plan.files import edited_files, render_files
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
@@ -48,6 +49,24 @@ def test_trainer_owned_values_are_auto_and_integers_stay_integers():
         if key.endswith(("_size", "_threshold", "_parameters", "_distance")):
             assert type(value) is int, key
     assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+def test_only_values_that_somebody_changed_are_edits(strategy, tmp_path):
+    plan = plan_of(strategy=strategy, method="lora")
+    plan.write(tmp_path / "made")
+    moved = (tmp_path / "made").rename(tmp_path / "moved")
+    accelerate = moved / "accelerate.yaml"
+    accelerate.write_text(f"# mine\n{accelerate.read_text()}")
+    assert edited_files(Plan.load(moved), moved) == []
+    for name in sorted({"accelerate.yaml", "ds_config.json", "training_arguments.json"} & set(plan.file_names)):
+        text = (moved / name).read_text()
+        (moved / name).write_text(re.sub(r": (?:true|\d+)(,?)$", r": 77\1", text, flags=re.MULTILINE))
+        assert edited_files(plan, moved) == [name]
+        (moved / name).write_text("[")
+        assert edited_files(plan, moved) == [name]
+        (moved / name).unlink()
+        assert edited_files(plan, moved) == []
 
 
 def test_stage_two_has_no_stage_three_keys():

@@ -86,6 +86,15 @@ def test_a_plan_of_another_model_or_with_a_teacher_is_refused(train: Shell, mode
     assert found.code == 2 and "is not the model of the plan" in found.err
 
 
+def test_an_edited_plan_is_refused_and_a_revision_is_an_option(train: Shell, model: Path, tmp_path: Path) -> None:
+    job = TrainingJob(seq_len_tokens=32, precision="fp32")
+    shardwright.plan(str(model), "1xCPU", job).write(tmp_path / "plan")
+    (tmp_path / "plan" / "accelerate.yaml").write_text("num_processes: 2\n")
+    found = train(model, *OUT, "--dataset", "python-help#8", "--plan", "plan", "--revision", "main")
+    assert found.code == 2 and "plan/accelerate.yaml: was edited, and train runs the plan as it was" in found.err
+    assert "revision = 'main': is what the plan decides" not in found.err
+
+
 def test_a_plan_is_run_on_chats_with_adapters(
     train: Shell, model: Path, tmp_path: Path, one_rank: list[Sequence[str]]
 ) -> None:
