@@ -16,7 +16,13 @@ from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.hardware import HardwareSpec
 from ..ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision, TrainingJob
 from ..ds_configs.specs.model import ModelSpec
-from ..ds_configs.specs.settings import HardwareSettings, LayoutSettings, TeacherPlacementSettings, TrainingSettings
+from ..ds_configs.specs.settings import (
+    HardwareSettings,
+    LayoutSettings,
+    TeacherPlacementSettings,
+    TrainingSettings,
+    adapter_faults,
+)
 from .options import WriteOptions
 from .run_questions import RunQuestions, answers, question_faults, shown_answers
 from .settings import FILLED, Options, grouped
@@ -194,11 +200,14 @@ def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> Trai
     """Return the training job that the settings describe.
 
     Raises:
-        UsageError: a teacher is placed and none is named.
+        UsageError: a teacher is placed and none is named, or adapters are described for a method without them.
     """
+    faults = adapter_faults(settings, settings.method)
     if teacher is None and settings.teacher_placement != "auto":
         rule, fix = "places a teacher, and none is named", "give --teacher too"
-        raise UsageError(Fault(where="teacher_placement", value=settings.teacher_placement, rule=rule, fix=fix))
+        faults.append(Fault(where="teacher_placement", value=settings.teacher_placement, rule=rule, fix=fix))
+    if faults:
+        raise UsageError(faults)
     return TrainingJob(
         seq_len_tokens=settings.seq_len,
         micro_batch_size=None if settings.micro_batch_size == "auto" else settings.micro_batch_size,

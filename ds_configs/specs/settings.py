@@ -191,6 +191,16 @@ class LayoutSettings(Settings):
         return {name: None if value == "auto" else value for name, value in found.items()}
 
 
+def adapter_faults(settings: TrainingSettings, method: str) -> list[Fault]:
+    """Return the settings of LoRA that are stated for a method without it."""
+    rule, fix = "needs adapters", "add --method lora, or drop it"
+    return [
+        Fault(where=name, value=getattr(settings, name), rule=rule, fix=fix)
+        for name in ("lora_rank", "lora_targets")
+        if name in settings.model_fields_set and method == "full"
+    ]
+
+
 def settings_of(kind: type[Kind], stated: Mapping[str, Any]) -> Kind:
     """Return settings of a kind from values by name.
 

@@ -131,6 +131,7 @@ def test_a_config_that_is_no_json_object_is_refused(shell: Shell, tmp_path: Path
         (["plan", "", *GPU], 2, "no such file or directory"),
         (["plan", "x" * 5000, *GPU], 2, "File name too long"),
         (["plan"], 2, "model: is missing; give --model"),
+        (["plan", LLAMA, "--lora-rank", "8", *GPU], 2, "lora_rank = 8: needs adapters; add --method lora"),
         (["pln"], 2, 'Did you mean "plan"?'),
         (["explain", "gathered_parametres"], 2, "did you mean gathered_parameters"),
         (["explain", "x" * 5000], 2, "is no plan, strategy, memory term or rule"),
@@ -174,10 +175,10 @@ def test_flags_win_over_environment_over_file_over_defaults(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text("hardware: 8xA100-80GB\nseq-len: 1024\nmicro_batch_size: 2\nlora_rank: 8\n")
+    file.write_text("hardware: 8xA100-80GB\nseq-len: 1024\nmicro_batch_size: 2\nlora_rank: 8\nmethod: lora\n")
     monkeypatch.setenv("SHARDWRIGHT_PLAN_MICRO_BATCH_SIZE", "4")
     monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "9")
-    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_TARGETS", "2024")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_TARGETS", "q_proj")
     output = tmp_path / "plan"
     shown = shell("plan", LLAMA, "--config", str(file), "--lora_rank", "10", "--dry-run", "--output-dir", str(output))
     assert shown.code == 0, shown.err
@@ -185,7 +186,7 @@ def test_flags_win_over_environment_over_file_over_defaults(
     assert rows["hardware"] == ["8xA100-80GB", "file"]
     assert rows["seq_len"] == ["1024", "file"]
     assert rows["micro_batch_size"] == ["4", "environment"]
-    assert rows["lora_targets"] == ["2024", "environment"]
+    assert rows["lora_targets"] == ["q_proj", "environment"]
     assert rows["lora_rank"] == ["10", "flag"]
     assert rows["precision"] == ["bf16", "default"]
     assert not output.exists()
@@ -193,7 +194,7 @@ def test_flags_win_over_environment_over_file_over_defaults(
     assert (answer["job"]["seq_len"], answer["job"]["micro_batch_size"]) == (1024, 4)
     for name, value in (("SEQ_LEN", "9" * 5000), ("SEQ_LEN", "-4"), ("NVMEE", "1")):
         monkeypatch.setenv(f"SHARDWRIGHT_PLAN_{name}", value)
-        result = shell("plan", LLAMA, *GPU)
+        result = shell("plan", LLAMA, "--method", "lora", *GPU)
         assert (result.code, len(result.errors)) == (2, 1)
         monkeypatch.delenv(f"SHARDWRIGHT_PLAN_{name}")
 

@@ -89,16 +89,6 @@ def dataset_faults(settings: LaunchedSettings) -> list[Fault]:
     return [Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help")]
 
 
-def adapter_faults(settings: LaunchedSettings) -> list[Fault]:
-    """Return the settings of LoRA that are stated for a training without it."""
-    rule, fix = "needs adapters", "add --method lora, or drop it"
-    return [
-        Fault(where=name, value=getattr(settings, name), rule=rule, fix=fix)
-        for name in ("lora_rank", "lora_targets")
-        if name in settings.model_fields_set and settings.method == "full"
-    ]
-
-
 def run_output_faults(directory: Path, *, force: bool, resume: bool, sources: Mapping[str, str | None]) -> list[Fault]:
     """Return what stands in the way of writing to a directory; `sources` are the models that are read, by part."""
     fix = "use --force to write into it, or --resume to go on from its last checkpoint"

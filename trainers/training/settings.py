@@ -10,9 +10,9 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault
-from ...ds_configs.specs.settings import HardwareSettings, LayoutSettings, NamedValues, TrainingSettings
+from ...ds_configs.specs.settings import HardwareSettings, LayoutSettings, NamedValues, TrainingSettings, adapter_faults
 from ...plugins.transformers.training_arguments import unknown_argument_faults
-from ..runs.settings import LaunchedJob, LaunchedSettings, adapter_faults, dataset_faults
+from ..runs.settings import LaunchedJob, LaunchedSettings, dataset_faults
 
 _OPTIONS_OF_ARGUMENTS = {
     "output_dir": "--output-dir",
@@ -57,7 +57,7 @@ class TrainJob(LaunchedJob):
 
 def train_settings_faults(settings: TrainSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
-    faults = dataset_faults(settings) + adapter_faults(settings)
+    faults = dataset_faults(settings) + adapter_faults(settings, settings.method)
     if settings.plan is not None:
         rule, fix = "is what the plan decides", "drop it, or drop --plan and plan on the spot"
         faults += [

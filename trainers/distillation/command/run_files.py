@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ....ds_configs.specs.errors import Fault
-from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, adapter_faults, dataset_faults
+from ....ds_configs.specs.settings import adapter_faults
+from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, dataset_faults
 
 if TYPE_CHECKING:
     from ..config import DistillationConfig
@@ -82,7 +83,7 @@ def distill_settings_faults(settings: DistillSettings) -> list[Fault]:
             for name in ("hidden_states", "attention", "on_policy")
             if getattr(settings, name)
         ]
-    faults += dataset_faults(settings) + adapter_faults(settings)
+    faults += dataset_faults(settings) + adapter_faults(settings, settings.method)
     if cached and settings.teacher_cache is None:
         fix = "give --teacher-cache, a directory that cache-teacher wrote"
         faults.append(Fault(where="teacher_placement", value="cached", rule="needs a cache", fix=fix))
