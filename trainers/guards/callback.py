@@ -107,7 +107,9 @@ class GuardCallback(TrainerCallback):
             self._norm = norm(*args, **kwargs)
             return self._norm
 
-        trainer.train, trainer.training_step, trainer._get_grad_norm = guarded_train, training_step, get_grad_norm
+        trainer.train, trainer.training_step = guarded_train, training_step
+        if not trainer.is_deepspeed_enabled:
+            trainer._get_grad_norm = get_grad_norm
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -135,6 +137,8 @@ class GuardCallback(TrainerCallback):
         Raises:
             NonFiniteError: it is not, for the last of the steps that may be so in a row.
         """
+        if self._trainer.is_deepspeed_enabled:
+            self._norm = self._trainer.model_wrapped.get_global_grad_norm()
         # With a loss scale in fp16 gradients overflow on purpose, and the optimizer passes such steps over.
         norm = None if args.mixed_precision == "fp16" else self._norm
         self._signal, bad = _agreed(self._request.number, self._loss_is_bad, norm, args.device)
