@@ -39,7 +39,9 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
         if part in results:
             rows = results[part]["rows"]
             good = sum(row["expected"] for row in rows)
-            lines.append(f"| {title.lower()} (`{part}`) | {len(rows)} | {good} | {results[part]['seconds']} |")
+            lines.append(
+                f"| {title.lower()} (`{part}`) | {len(rows)} | {good} | {results[part]['seconds'] or 'not taken'} |"
+            )
     return "\n".join(lines) + "\n"
 
 
