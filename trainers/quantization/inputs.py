@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
 from .journal import journal_faults
 
+_PACKAGES = {
+    "llm-compressor": ("llmcompressor",),
+    "auto-round": ("auto_round", "compressed_tensors"),
+    # Its walk through the layers is llm-compressor's.
+    "shardwright": ("llmcompressor",),
+}
+"""Imports of the extra `quantize`, by engine."""
 _HELD_OUT = 0.1
 """Share of the calibration rows that is kept for the evaluation."""
 _FEWEST_USEFUL_TOKENS = 1024
@@ -101,6 +109,7 @@ def prepare(
         resolved = resolve_quantization(settings)
     with collecting(faults):
         source = open_source(model, revision=revision)
+    faults += [] if resolved is None else missing_engine_faults(resolved.method)
     if source is None or resolved is None:
         raise UsageError(faults)
     scheme, own_format = _scheme_for(resolved, source), METHODS[resolved.method].engine == "shardwright"
@@ -134,6 +143,16 @@ def prepare(
     )
     _check_capacity(prepared, output_dir)
     return prepared
+
+
+def missing_engine_faults(method: MethodName) -> list[Fault]:
+    """Return the packages that a method runs on and that are not installed."""
+    fix = "install the extra too: pip install '.[quantize]'"
+    return [
+        Fault(where="method", value=method, rule=f"needs {package}, which is not installed", fix=fix)
+        for package in _PACKAGES.get(METHODS[method].engine, ())
+        if find_spec(package) is None
+    ]
 
 
 def _scheme_for(resolved: ResolvedQuantization, source: QuantizationSource) -> QuantizationScheme:
