@@ -37,7 +37,9 @@ class PlanSettings(RunQuestions, LayoutSettings, TeacherPlacementSettings, Train
 
     group = "Training"
 
-    seq_len: int = Field(4096, description="Tokens of one training sequence")
+    seq_len: int | None = Field(
+        None, description="Tokens of one training sequence; without it 4096, or what the model has positions for"
+    )
     num_processes: int | None = Field(None, ge=1, description="Accelerators, when the hardware names only their kind")
     precision: Precision = Field("bf16", description="Compute precision; bf16 and fp16 keep fp32 master weights")
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
@@ -61,6 +63,10 @@ class PlanOptions(WriteOptions):
     )
     calibration: bool = Field(
         True, description="Let runs that `shardwright calibrate` stored narrow the memory interval"
+    )
+    trace_activations: bool = Field(
+        False,
+        description="Trace a model without stored activation coefficients, in minutes, instead of an upper bound",
     )
     trust_remote_code: bool = Field(False, description="Has no effect here: planning never runs a model's own code")
 
@@ -87,7 +93,7 @@ def plan_command(
     if options.dry_run and not as_json:
         _show_settings(settings)
     try:
-        plan = _make_plan(model, settings, calibration=options.calibration)
+        plan = _make_plan(model, settings, calibration=options.calibration, traced=options.trace_activations)
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:
@@ -134,15 +140,18 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Comp
     return compared_layouts(model, hardware, job)
 
 
-def _make_plan(model: str, settings: PlanSettings, *, calibration: bool) -> Plan:
-    from ..plugins.planning.from_names import plan
+def _make_plan(model: str, settings: PlanSettings, *, calibration: bool, traced: bool) -> Plan:
+    from ..plugins.planning.from_names import longest_training, plan
     from ..plugins.planning.models import load_model_spec
 
     cluster = _hardware(settings)
     teacher = load_model_spec(settings.teacher).spec if settings.teacher else None
+    loaded = load_model_spec(model, revision=settings.revision)
+    if settings.seq_len is None:
+        settings = settings.model_copy(update={"seq_len": longest_training(loaded, _note)})
     job = job_from_settings(settings, teacher)
     measured: Literal["user"] | None = "user" if calibration else None
-    return plan(model, cluster, job, revision=settings.revision, calibration=measured, notify=_note)
+    return plan(loaded, cluster, job, calibration=measured, trace_activations=traced, notify=_note)
 
 
 def _hardware(settings: PlanSettings) -> HardwareSpec:
@@ -209,7 +218,7 @@ def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> Trai
     if faults:
         raise UsageError(faults)
     return TrainingJob(
-        seq_len_tokens=settings.seq_len,
+        seq_len_tokens=TrainingJob().seq_len_tokens if settings.seq_len is None else settings.seq_len,
         micro_batch_size=None if settings.micro_batch_size == "auto" else settings.micro_batch_size,
         **settings.layout(),
         global_batch_size=settings.global_batch_size,

@@ -95,7 +95,10 @@ def _plan_schema() -> dict[str, Any]:
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }
-    return _object(properties) | {"$defs": parts}
+    found = _object(properties) | {"$defs": parts}
+    # Written where they are not those of stored coefficients alone.
+    found["properties"]["activations"] = {"enum": ["traced", "upper bound"]}
+    return found
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:

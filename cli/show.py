@@ -52,6 +52,8 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
     out.print()
     out.print(memory_bar(chosen.memory.gpu))
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
+    if plan.activations == "upper bound":
+        out.print("Activations and loss are an upper bound from the model's structure, not traced: less may be needed")
     out.print(_host_line(plan))
     out.print()
     out.print(time_table(chosen.time))

@@ -1,4 +1,4 @@
-"""Sources of activation bytes: the stored traced coefficients, or a trace of the user's model."""
+"""Sources of activation bytes: stored traced coefficients, an upper bound without them, or a trace of the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from dataclasses import replace
 
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
-from .activations import ActivationEstimate, Adapter, Attention, Mode, UnknownFamilyError, estimate_activations
+from .activation_bound import bounded_activations
+from .activations import (
+    ActivationEstimate,
+    Adapter,
+    Attention,
+    Mode,
+    UnknownFamilyError,
+    estimate_activations,
+    load_coefficients,
+)
 
 ActivationSource = Callable[[int, Mode], ActivationEstimate]
 """Activation bytes for a micro-batch size and a precision mode."""
@@ -16,6 +25,7 @@ ActivationSource = Callable[[int, Mode], ActivationEstimate]
 def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attention = "auto") -> ActivationSource:
     """Return the activation bytes of the traced coefficients that ship with the package.
 
+    A family without any, and a model trained for something else, has an upper bound from its structure instead.
     `unmasked` is the attention kernel where no mask reaches it.
     """
     window = model.sliding_window
@@ -35,6 +45,8 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
         )
 
     def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+        if not _has_coefficients(model):
+            return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
         try:
             return estimate(micro_batch_size, mode, adapter_name(job))
         except UnknownFamilyError:
@@ -66,6 +78,8 @@ def outside_without_norm(
 
 def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
     """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
+    if not _has_coefficients(model):
+        return False
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
     source = cached_activations(model, job)
     try:
@@ -73,7 +87,13 @@ def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
             source(1, mode)
     except UnknownFamilyError:
         return False
-    return model.task == "causal_lm"
+    return True
+
+
+def _has_coefficients(model: ModelSpec) -> bool:
+    return (
+        model.task == "causal_lm" and model.attention != "eager" and model.model_type in load_coefficients()["tables"]
+    )
 
 
 def adapter_name(job: TrainingJob) -> Adapter:

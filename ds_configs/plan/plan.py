@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..memory.activation_source import ActivationSource
+from ..memory.activation_source import ActivationSource, activations_are_stored
 from ..memory.calibration import Calibration
 from ..search.choice import Evaluated, ParetoPoint, search
 from ..search.questions import clusters
@@ -45,6 +45,8 @@ class Plan:
     """What would be faster if the training's numbers may change."""
     versions: tuple[tuple[str, str], ...] = ()
     """Library versions that the plan was made with, by name."""
+    activations: Literal["stored", "traced", "upper bound"] = "stored"
+    """What activation bytes rest on: coefficients of the family, a trace of the model, or a bound of its structure."""
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -152,6 +154,7 @@ def make_plan(
         pareto=outcome.pareto,
         offers=faster_changes(outcome, model, hardware),
         versions=versions,
+        activations=_activations_from(model, job, activations),
     )
 
 
@@ -176,3 +179,11 @@ def _cheapest(
             speeds.append((chosen.time.tokens_per_second / part.world_size, part))
     best = max((speed for speed, _ in speeds), default=0.0)
     return next((part for speed, part in reversed(speeds) if speed >= 0.99 * best), hardware)
+
+
+def _activations_from(
+    model: ModelSpec, job: TrainingJob, given: ActivationSource | None
+) -> Literal["stored", "traced", "upper bound"]:
+    if given is not None:
+        return "traced"
+    return "stored" if activations_are_stored(model, job) else "upper bound"

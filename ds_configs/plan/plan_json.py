@@ -44,6 +44,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
+        **({} if plan.activations == "stored" else {"activations": plan.activations}),
     }
 
 
@@ -134,6 +135,7 @@ def _plan_values(data: Mapping[str, Any]) -> dict[str, Any]:
         "pareto": data["pareto"],
         "offers": data["offers"],
         "versions": list(data["versions"].items()),
+        "activations": data.get("activations", "stored"),
     }
 
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from ...ds_configs.memory.activation_source import ActivationSource, activations_are_stored
+from ...ds_configs.memory.activation_source import ActivationSource, activations_are_stored, cached_activations
 from ...ds_configs.memory.activations import ActivationEstimate, Mode
 from ...ds_configs.memory.calibration import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan
@@ -31,13 +31,16 @@ def plan(
     *,
     revision: str | None = None,
     calibration: Calibration | Literal["user"] | None = "user",
+    trace_activations: bool = False,
     notify: Callable[[str], None] | None = None,
 ) -> Plan:
     """Choose a strategy for a model on some hardware.
 
     `model` is a Hub id, a directory, a `config.json` or an already loaded model; `hardware` a name such as
     `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`. `calibration` holds measured runs to learn from, by
-    default those that `shardwright calibrate` stored for this user. `notify` receives remarks while planning.
+    default those that `shardwright calibrate` stored for this user. `trace_activations` traces a model without stored
+    activation coefficients, in minutes, where else an upper bound from its structure counts; a trace that fails falls
+    back to it. `notify` receives remarks while planning. Without a job sequences are as long as `longest_training`.
 
     Raises:
         UsageError: a name, value or combination cannot be used.
@@ -50,7 +53,7 @@ def plan(
     tell = notify or (lambda _: None)
     loaded = load_model_spec(model, revision=revision) if isinstance(model, str) else model
     cluster = read_hardware(hardware) if isinstance(hardware, str) else hardware
-    wanted = job or TrainingJob()
+    wanted = job or TrainingJob(seq_len_tokens=longest_training(loaded, tell))
     for note in loaded.notes:
         tell(note)
     positions = loaded.config.get("max_position_embeddings")
@@ -58,8 +61,7 @@ def plan(
         tell(f"sequences of {wanted.seq_len_tokens} tokens are beyond the {positions} that the model was trained for")
     source: ActivationSource | None = None
     if not activations_are_stored(loaded.spec, wanted):
-        tell(f"no stored activations for {loaded.spec.model_type} with these settings: tracing the model")
-        source = TracedActivations(loaded, wanted)
+        source = _activations_without_coefficients(loaded, wanted, traced=trace_activations, tell=tell)
     return make_plan(
         loaded.spec,
         cluster,
@@ -68,6 +70,46 @@ def plan(
         calibration=stored_calibration(tell) if calibration == "user" else calibration,
         versions=installed_versions(),
     )
+
+
+def longest_training(loaded: LoadedModel, tell: Callable[[str], None]) -> int:
+    """Return the tokens of a training sequence where none are asked for: 4,096, or fewer where the model ends."""
+    usual = TrainingJob().seq_len_tokens
+    stated = loaded.config.get("max_position_embeddings")
+    limits = [loaded.spec.learned_positions, stated if isinstance(stated, int) else None]
+    most = min([usual, *(limit for limit in limits if limit)])
+    if most < usual:
+        tell(f"sequences of {most} tokens, the most that {loaded.spec.architecture} has positions for")
+    return most
+
+
+def _activations_without_coefficients(
+    loaded: LoadedModel, job: TrainingJob, *, traced: bool, tell: Callable[[str], None]
+) -> ActivationSource | None:
+    """Return a trace where it is asked for and succeeds; `None` leaves it to the upper bound.
+
+    Raises:
+        UsageError: neither exists.
+    """
+    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
+    kind = f"{loaded.spec.model_type} with eager attention" if loaded.spec.attention == "eager" else None
+    name = kind or loaded.spec.model_type
+    if traced:
+        tell(f"no stored activations for {name}: tracing the model, which takes minutes")
+        source = TracedActivations(loaded, job)
+        try:
+            for mode in modes:
+                source(1, mode)
+            return source
+        except ShardwrightError as error:
+            tell(f"planning with an upper bound instead: {error}")
+    else:
+        tell(
+            f"no stored activations for {name}: memory is an upper bound from the model's structure; "
+            "--trace-activations measures it, in minutes"
+        )
+    cached_activations(loaded.spec, job)(1, modes[0])
+    return None
 
 
 def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:

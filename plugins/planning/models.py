@@ -38,7 +38,7 @@ def load_model_spec(model: str, *, revision: str | None = None) -> LoadedModel:
     spec = replace(
         spec,
         layer_types=_layer_types(source.config),
-        attention=_attention(source.config),
+        attention=_attention(source.config) or spec.attention,
         rope_type=_rope_type(source.config),
     )
     notes = []

@@ -120,6 +120,7 @@ def model_spec_from_meta(config: Mapping[str, Any], *, name: str, revision: str 
         tied_embeddings=input_weight is not None and input_weight is output_weight,
         learned_positions=_learned_positions(parameters, text),
         sliding_window=_sliding_window(text),
+        attention=None if getattr(model, "_supports_sdpa", False) else "eager",
         residual_dropout_masks=2 if model.config.model_type == "gpt2" and model.config.resid_pdrop else 0,
         weight_conversion=any(p.kind == "experts" for p in parameters),
         source="meta",
@@ -173,13 +174,23 @@ def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions
         hidden_size=hidden,
         intermediate_size=intermediate if has_dense_mlp else 0,
         num_attention_heads=heads,
-        num_key_value_heads=_size(text, "num_key_value_heads") or heads,
+        num_key_value_heads=_key_value_heads(text) or heads,
         head_dim=_size(text, "head_dim", "d_kv") or hidden // heads,
         vocab_size=_size(text, "vocab_size"),
         num_experts=experts,
         experts_per_token=_size(text, "num_experts_per_tok") if experts else 0,
         expert_intermediate_size=_size(text, "moe_intermediate_size") or intermediate if experts else 0,
     )
+
+
+def _key_value_heads(text: Any) -> int:
+    """Return key/value heads; Falcon and GPT-BigCode say `multi_query` for a single one, whatever they count beside it.
+
+    Falcon's newer decoder reads `num_kv_heads` instead (transformers/models/falcon/modeling_falcon.py).
+    """
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    return _size(text, "num_key_value_heads", "num_kv_heads")
 
 
 def _size(config: Any, *fields: str) -> int:

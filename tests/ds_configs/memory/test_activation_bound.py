@@ -1,0 +1,173 @@
+"""The upper bound from a model's structure: above every stored family, grows with what it depends on, and says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.memory.activation_bound import bounded_activations
+from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
+from shardwright.ds_configs.memory.activations import Mode, estimate_activations
+from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.plugins.activations import request
+from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning.models import load_model_spec
+
+BYTES = (
+    "saved_bytes_per_layer",
+    "checkpointed_bytes_per_layer",
+    "outside_layer_bytes",
+    "backward_transient_bytes",
+    "recompute_backward_transient_bytes",
+    "forward_transient_bytes",
+    "loss_forward_peak_bytes",
+    "loss_kept_bytes",
+    "loss_backward_peak_bytes",
+)
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
+SMALL_T5 = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 256,
+}
+
+
+@st.composite
+def stored_models(draw: st.DrawFn) -> ModelSpec:
+    family = draw(st.sampled_from([*DENSE, "mixtral", "qwen3_moe", "gpt2"]))
+    head_dim, groups, repeats = draw(st.sampled_from([32, 64, 128])), draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    heads = groups * repeats
+    if family == "gpt2":
+        config: dict[str, Any] = {"n_embd": heads * head_dim, "n_layer": 3, "n_head": heads, "n_positions": 4096}
+        config |= {"vocab_size": draw(st.integers(1000, 100_000))}
+    else:
+        hidden = heads * head_dim
+        config = {
+            "num_hidden_layers": 3,
+            "hidden_size": hidden,
+            "intermediate_size": draw(st.integers(1, 8)) * hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "head_dim": head_dim,
+            "vocab_size": draw(st.integers(1000, 300_000)),
+        }
+    if family == "mixtral":
+        config |= {"num_local_experts": draw(st.integers(4, 16)), "num_experts_per_tok": draw(st.integers(1, 4))}
+    if family == "qwen3_moe":
+        config |= {"num_experts": draw(st.integers(16, 256)), "num_experts_per_tok": draw(st.integers(1, 10))}
+        config |= {"moe_intermediate_size": draw(st.integers(2, 16)) * 128}
+    model = model_spec_from_config(config | {"model_type": family}, name=family)
+    assert model is not None
+    return model
+
+
+@given(
+    model=stored_models(),
+    mode=st.sampled_from(get_args(Mode)),
+    batch=st.integers(1, 16),
+    length=st.integers(64, 16_384),
+    masked=st.booleans(),
+)
+def test_no_stored_family_needs_more(model: ModelSpec, mode: Mode, batch: int, length: int, masked: bool) -> None:
+    """Every quantity of every family whose traced bytes are known, in any shape."""
+    job = TrainingJob(seq_len_tokens=length)
+    windowed = replace(model, sliding_window=length // 2 if masked else None)
+    bound = bounded_activations(windowed, job, micro_batch_size=batch, mode=mode)
+    traced = estimate_activations(
+        family=model.model_type,
+        dimensions=model.dimensions,
+        micro_batch_size=batch,
+        seq_len_tokens=length,
+        mode=mode,
+        attention="masked" if masked else "fused",
+    )
+    below = {name for name in BYTES if getattr(bound, name) < getattr(traced, name)}
+    assert not below, below
+    # A bound of any height would hold; this one is within a small factor of what layers keep.
+    assert bound.saved_bytes_per_layer < 6 * traced.saved_bytes_per_layer
+
+
+def test_eager_attention_adds_scores_that_grow_with_the_square() -> None:
+    config: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 4096, "intermediate_size": 14336}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 1000, "model_type": "llama"}
+    model = model_spec_from_config(config, name="small")
+    assert model is not None
+
+    def kept(length: int, attention: str | None) -> int:
+        asked = replace(model, attention=attention)
+        return cached_activations(asked, TrainingJob(seq_len_tokens=length))(1, "bf16").saved_bytes_per_layer
+
+    # An fp32 softmax and its bf16 copy are kept for each score.
+    assert kept(8192, "eager") - kept(8192, None) >= 6 * 32 * 8192**2
+    job = TrainingJob(seq_len_tokens=8192)
+    assert activations_are_stored(model, job)
+    assert not activations_are_stored(replace(model, attention="eager"), job)
+
+
+def written(directory: Path, config: dict[str, Any]) -> str:
+    path = directory / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def test_a_family_without_coefficients_plans_at_once_and_the_plan_says_so(tmp_path: Path) -> None:
+    notes: list[str] = []
+    made = plan(written(tmp_path, SMALL_T5), "8xA100-80GB", calibration=None, notify=notes.append)
+    assert made.activations == "upper bound"
+    assert any("upper bound" in note and "--trace-activations" in note for note in notes)
+    assert made.to_dict()["activations"] == "upper bound"
+    made.write(tmp_path / "plan")
+    assert Plan.load(tmp_path / "plan") == made
+
+
+def test_a_failed_trace_leaves_the_upper_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise request.ActivationTraceError("model_type = 't5': its activations could not be traced (RuntimeError)")
+
+    monkeypatch.setattr(request, "trace_model", fails)
+    notes: list[str] = []
+    path = written(tmp_path, SMALL_T5)
+    made = plan(path, "8xA100-80GB", calibration=None, trace_activations=True, notify=notes.append)
+    assert made.activations == "upper bound"
+    assert any("could not be traced" in note for note in notes)
+
+
+def test_what_has_no_bound_is_refused_with_its_reason(tmp_path: Path) -> None:
+    config = {"model_type": "convnext", "architectures": ["ConvNextForImageClassification"]}
+    with pytest.raises(UsageError, match=r"gives no upper bound: convnext.* convolves"):
+        plan(written(tmp_path, config), "8xA100-80GB", calibration=None)
+
+
+def test_sequences_end_where_the_model_does(tmp_path: Path) -> None:
+    notes: list[str] = []
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "vocab_size": 500}
+    made = plan(written(tmp_path, config), "8xA100-80GB", calibration=None, notify=notes.append)
+    assert made.job.seq_len_tokens == 1024
+    assert any("1024 tokens" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "heads"),
+    [({}, 1), ({"multi_query": False}, 8), ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2)],
+)
+def test_falcon_has_the_key_value_heads_that_it_computes(tmp_path: Path, change: dict[str, Any], heads: int) -> None:
+    config = {"model_type": "falcon", "architectures": ["FalconForCausalLM"], "hidden_size": 64, "vocab_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 8}
+    spec = load_model_spec(written(tmp_path, config | change)).spec
+    assert spec.dimensions.num_key_value_heads == heads
+    projected = next(p for p in spec.parameters if p.name.endswith("query_key_value.weight"))
+    assert projected.shape[0] == spec.dimensions.query_size + 2 * spec.dimensions.key_value_size
