@@ -95,16 +95,13 @@ def _plan_schema() -> dict[str, Any]:
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }
-    found = _object(properties) | {"$defs": parts}
-    # Written where they are not those of stored coefficients alone.
-    found["properties"]["activations"] = {"enum": ["traced", "upper bound"]}
-    return found
+    return _object(properties, activations={"enum": ["traced", "upper bound"]}) | {"$defs": parts}
 
 
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
+def _object(properties: dict[str, Any], **optional: Any) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": properties,
+        "properties": properties | optional,
         "required": sorted(properties),
         "additionalProperties": False,
     }
