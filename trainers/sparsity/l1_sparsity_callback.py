@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
+from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import run_faults
 from .targets import fused_experts_remark, target_layers
 
@@ -35,7 +36,7 @@ class L1SparsityCallback(TrainerCallback):
         strength: Factor of Σ|w|, above 0.
         targets: Names of linear layers, `re:` patterns of names, or `Linear` for all.
         ignore: Likewise, what stays as it is.
-        notify: Receives remarks.
+        notify: Receives remarks; default: standard error, of the first rank alone.
 
     Raises:
         UsageError: the strength is no number above 0.
@@ -47,7 +48,7 @@ class L1SparsityCallback(TrainerCallback):
         *,
         targets: Sequence[str] = ("Linear",),
         ignore: Sequence[str] = DEFAULT_IGNORE,
-        notify: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = note_on_first_rank,
     ) -> None:
         if not (math.isfinite(strength) and strength > 0):
             raise UsageError(Fault(where="strength", value=strength, rule="must be a number above 0"))

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
+from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import run_faults
 from .mask_file import FILE_NAME, load_masks, save_masks
 from .masks import Pattern, chosen, magnitudes, packed_mask, set_to_zero, smallest, unpacked_mask
@@ -41,7 +42,7 @@ class MagnitudePruningCallback(TrainerCallback):
         scope: Whether every matrix gets its share of zeros, or all together, the smallest of all matrices first.
         targets: Names of linear layers, `re:` patterns of names, or `Linear` for all.
         ignore: Likewise, what stays dense.
-        notify: Receives remarks.
+        notify: Receives remarks; default: standard error, of the first rank alone.
 
     Raises:
         UsageError: the numbers contradict themselves; all faults at once.
@@ -62,7 +63,7 @@ class MagnitudePruningCallback(TrainerCallback):
         scope: Literal["matrix", "global"] = "matrix",
         targets: Sequence[str] = ("Linear",),
         ignore: Sequence[str] = DEFAULT_IGNORE,
-        notify: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = note_on_first_rank,
     ) -> None:
         self.schedule = PruningSchedule(
             final_sparsity=final_sparsity,
@@ -218,6 +219,7 @@ class MagnitudePruningCallback(TrainerCallback):
             self._notify(f"{where}: the smallest weights become zero anew, zeros first")
             return False
         masks = load_masks(path, self._settings(), self._shapes)
+        self._check_weights(masks, path)
         zeros = 0
         for name, (rows, columns) in self._shapes.items():
             mask = unpacked_mask(masks[name], rows * columns)
@@ -226,6 +228,17 @@ class MagnitudePruningCallback(TrainerCallback):
         self.sparsity = zeros / sum(rows * columns for rows, columns in self._shapes.values())
         self._apply()
         return True
+
+    def _check_weights(self, masks: dict[str, Tensor], path: Path) -> None:
+        """Refuse masks of another run: what they call zero is zero in the checkpoint that they belong to."""
+        assert self._editor is not None, "training has begun"
+        for name, (rows, columns) in self._shapes.items():
+            weight = self._editor.whole(name).reshape(-1)
+            others = int(weight[unpacked_mask(masks[name], rows * columns).to(weight.device)].count_nonzero())
+            if others:
+                rule = f"calls {others} weights of {name} zero that are not: it belongs to another run"
+                fix = "name the checkpoint that is resumed from in resume_from"
+                raise UsageError(Fault(where=str(path), rule=rule, fix=fix))
 
 
 def _on_every_rank(holds: bool, device: Any) -> bool:

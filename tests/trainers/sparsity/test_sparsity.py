@@ -451,3 +451,20 @@ def test_pruning_and_rounding_go_together(tmp_path: Path) -> None:
     binary = QATCallback(changed(scheme_named("W2A16"), group_size=16), weight_rule="binary")
     with pytest.raises(UsageError, match="no zero; use ternary"):
         trainer(tmp_path, tiny_llama(), binary, MagnitudePruningCallback(0.5, end_step=3)).train()
+
+
+def test_masks_of_another_run_are_refused(tmp_path: Path) -> None:
+    """Runs of one directory have checkpoints of the same steps; weights tell whose masks these are."""
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    for name, scale in (("one", 1.0), ("other", -3.0)):
+        model = tiny_llama()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.flatten().roll(int(7 * scale)).view_as(parameter))
+        trainer(tmp_path / name, model, MagnitudePruningCallback(0.5, end_step=1, every=1), **saving).train()
+    checkpoint, foreign = (tmp_path / name / "checkpoint-2" for name in ("one", "other"))
+    (checkpoint / "pruning_masks.safetensors").write_bytes((foreign / "pruning_masks.safetensors").read_bytes())
+    with pytest.raises(UsageError, match="belongs to another run"):
+        trainer(tmp_path / "one", tiny_llama(), MagnitudePruningCallback(0.5, end_step=1, every=1), **saving).train(
+            resume_from_checkpoint=str(checkpoint)
+        )
