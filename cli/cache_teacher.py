@@ -8,12 +8,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
-
-from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.units import gigabytes
 from ..trainers.distillation.cache.cache_job import CacheSettings
-from .options import FormatOptions
+from .options import RunOptions
 from .progress import lines_at_times, progress_on_stderr
 from .settings import FILLED, Options, grouped
 
@@ -25,11 +22,8 @@ grouped(CacheSettings)
 
 
 @grouped
-class CacheOptions(FormatOptions):
+class CacheOptions(RunOptions):
     """Where answers go."""
-
-    output_dir: Path | None = Field(None, description="Where the answers go")
-    dry_run: bool = Field(False, description="Show sizes, run and write nothing")
 
 
 def cache_teacher_command(
@@ -50,8 +44,6 @@ def cache_teacher_command(
         Hub id or directory; weights are read from safetensors.
     """
     output_dir, dry_run = options.output_dir, options.dry_run
-    if output_dir is None and not dry_run:
-        raise UsageError(Fault(where="--output-dir", rule="is needed", fix="give it, or --dry-run"))
     from ..trainers.distillation.cache.cache_job import prepare_cache, run_cache_job
 
     with redirect_stdout(sys.stderr):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from ..ds_configs.specs.settings import Settings
 from ..ds_configs.specs.yaml_file import read_small_file, settings_mapping
@@ -50,6 +51,21 @@ class WriteOptions(ReportOptions):
     """Options of a command that can also only show what it would write."""
 
     dry_run: bool = Field(False, description="Check everything and show it; write nothing")
+
+
+class RunOptions(FormatOptions):
+    """Options of a command that writes unless it only shows what it would do."""
+
+    # Fields are checked in their order, and the next asks this one.
+    dry_run: bool = Field(False, description="Check everything and show it; run and write nothing")
+    output_dir: Path | None = Field(None, validate_default=True, description="Where the result goes")
+
+    @field_validator("output_dir")
+    @classmethod
+    def _has_a_place(cls, output_dir: Path | None, checked: ValidationInfo) -> Path | None:
+        if output_dir is None and not checked.data.get("dry_run", True):
+            raise PydanticCustomError("missing", "is missing", {"fix": "give --output-dir, or --dry-run"})
+        return output_dir
 
 
 class TrainingOptions(FormatOptions):

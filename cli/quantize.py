@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ..ds_configs.quantization.recipe import QuantizeSettings, read_recipe
-from ..ds_configs.specs.errors import Fault, UsageError
-from .options import WriteOptions
+from .options import RunOptions
 from .progress import note, progress_on_stderr
 from .settings import FILLED, Options, grouped
 
@@ -32,7 +31,7 @@ grouped(QuantizeSettings)
 
 
 @grouped
-class QuantizeOptions(WriteOptions):
+class QuantizeOptions(RunOptions):
     """Where a checkpoint comes from and goes."""
 
     config: str | None = Field(
@@ -41,6 +40,7 @@ class QuantizeOptions(WriteOptions):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator where there is one")
     evaluate: bool = Field(True, description="Compare the checkpoint with its model at the end")
+    force: bool = Field(False, description="Write into a directory that holds other files")
     resume: bool = Field(False, description="Go on from the finished layers of an interrupted run")
 
     @classmethod
@@ -67,9 +67,6 @@ def quantize_command(
     from ..trainers.quantization.inputs import prepare
 
     output_dir = options.output_dir
-    if output_dir is None and not options.dry_run:
-        rule, fix = "is missing", "say where the checkpoint goes, or use --dry-run"
-        raise UsageError(Fault(where="--output-dir", rule=rule, fix=fix))
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
         how: dict[str, Any] = {"force": options.force, "resume": options.resume, "device": options.device}

@@ -226,7 +226,8 @@ def _fault(name: str, details: list[Any], kind: type[BaseModel]) -> Fault:
     if first["type"] == "extra_forbidden":
         return unknown_fault(name, kind.model_fields)
     if first["type"] == "missing":
-        return Fault(where=name, rule="is missing", fix=f"give --{name.replace('_', '-')}")
+        stated = first.get("ctx", {}).get("fix")
+        return Fault(where=name, rule="is missing", fix=stated or f"give --{name.replace('_', '-')}")
     value = first["input"]
     if isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
         value = parsed(value)

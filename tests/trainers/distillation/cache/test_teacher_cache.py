@@ -424,7 +424,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("more", "code", "line"),
         [
-            (("--batch-size", "0"), 2, "--output-dir: is needed"),
+            (("--batch-size", "0"), 2, "batch_size = 0"),
+            (("--batch-size", "0"), 2, "output_dir: is missing; give --output-dir, or --dry-run"),
             (("--dry-run", "--top-k", "0"), 2, "top_k = 0: from 1"),
             (("--dry-run", "--temperature", "-1"), 2, "temperatures = (-1.0,): one or more, above 0"),
             (("--dry-run", "--revision", "main"), 2, "only a Hub model has revisions"),
