@@ -49,6 +49,8 @@ def shrink_strategy(strategy: Strategy, *, ranks: int, nodes: int = 1) -> tuple[
         dp_shard=strategy.dp_shard if replicates else data // strategy.dp_replicate,
         micro_batch_size=min(strategy.micro_batch_size, MOST_MICRO_BATCH),
         gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, _most_accumulation(strategy)),
+        # A rehearsed model has few layers, of which one recomputes and the others do not.
+        checkpointed_layers=None if strategy.checkpointed_layers is None else 1,
     )
     return smaller, _field_changes(strategy, smaller)
 
