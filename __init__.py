@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .trainers.qat.command.run import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
+    from .trainers.training.own_script import trainer_for
     from .trainers.training.run import train
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "rehearse",
     "student",
     "train",
+    "trainer_for",
 ]
 
 _HOMES = {
@@ -52,6 +54,7 @@ _HOMES = {
     "rehearse": ".trainers.rehearsal.rehearse",
     "student": ".trainers.distillation.student.run",
     "train": ".trainers.training.run",
+    "trainer_for": ".trainers.training.own_script",
 }
 
 

@@ -76,13 +76,15 @@ class Sources(Env):
     ) -> Iterable[tuple[str, str, str]]:
         own = self._prefix(commands)
         for variable, text in sorted(os.environ.items()):
+            if variable in NOT_SETTINGS:
+                continue
             name = variable.removeprefix(own).lower()
             if variable.startswith(own):
                 if name in options:
                     yield name, variable, text
                 else:
                     self.faults.append(_unknown(name, options, variable))
-            elif variable.startswith(PREFIX) and variable not in NOT_SETTINGS:
+            elif variable.startswith(PREFIX):
                 self._refuse_unowned(variable, own, options)
 
     def _refuse_unowned(self, variable: str, own: str, options: Iterable[str]) -> None:

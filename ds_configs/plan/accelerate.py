@@ -69,9 +69,8 @@ def _sequence_section(plan: Plan) -> dict[str, Any]:
 
 
 def _distributed_type(plan: Plan) -> str:
+    """Type by engine, MULTI_GPU also for CPU ranks: accelerate 1.15.0 starts one plain process for MULTI_CPU."""
     engine = plan.chosen.strategy.engine
-    if engine == "ddp" and plan.hardware.gpu == "CPU":
-        return "MULTI_CPU"
     if engine == "ddp" and plan.hardware.gpu.startswith("Gaudi"):
         return "MULTI_HPU"
     return {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}[engine]

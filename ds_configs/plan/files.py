@@ -38,7 +38,7 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     header = "".join(f"# {_one_line(line)}\n" for line in header_lines(plan, directory))
     texts = {
         "accelerate.yaml": header + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
-        "launch.sh": launch_script(plan, header),
+        "launch.sh": launch_script(plan, header, directory=directory),
         "plan.json": _json(plan_to_dict(plan)),
         "training_arguments.json": _json(planned_training_arguments(plan)),
     }

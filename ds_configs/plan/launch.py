@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from .plan import Plan
 
@@ -21,6 +22,14 @@ def launch_arguments(plan: Plan, *, directory: str = ".") -> list[str]:
     if plan.hardware.gpu == "CPU" and plan.chosen.strategy.engine == "ddp":
         return ["torchrun", "--standalone", f"--nproc_per_node={plan.hardware.world_size}", "-m", *training]
     return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
+
+
+def with_own_files(words: Sequence[str], plan: Plan, *, directory: str) -> list[str]:
+    """Return the words of a launch that reads the DeepSpeed file of a directory, whatever `accelerate.yaml` names."""
+    if plan.chosen.strategy.engine != "deepspeed":
+        return list(words)
+    place = words.index("-m")
+    return [*words[:place], "--deepspeed_config_file", f"{directory}/ds_config.json", *words[place:]]
 
 
 def train_arguments(plan: Plan, *, directory: str) -> list[str]:
@@ -66,9 +75,15 @@ def _training_module_arguments(plan: Plan, directory: str) -> list[str]:
     return arguments
 
 
-def launch_script(plan: Plan, header: str) -> str:
-    """Return `launch.sh`: the launch line, with the user's arguments appended."""
+def launch_script(plan: Plan, header: str, *, directory: str = ".") -> str:
+    """Return `launch.sh`: the launch line, with the user's arguments appended.
+
+    `accelerate.yaml` names the place where the DeepSpeed file was written; a script that is written to a place names the
+    file beside itself, so that the directory may move.
+    """
     words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY)
+    if directory != ".":
+        words = with_own_files(words, plan, directory=_SCRIPT_DIRECTORY)
     line = " ".join(_quoted(word) for word in words)
     preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\n'
     if plan.hardware.nodes > 1:

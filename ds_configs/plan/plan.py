@@ -64,6 +64,18 @@ class Plan:
 
         return plan_to_dict(self)
 
+    def training_arguments(self, output_dir: str | Path, **overrides: Any) -> dict[str, Any]:
+        """Return what belongs into `TrainingArguments`, or a subclass such as `SFTConfig`, as keyword arguments.
+
+        They are what `training_arguments.json` holds, with `overrides` in their place where both name one. A batch or
+        a precision that is not the plan's makes its prediction void, which `PlanCallback` says.
+
+        >>> TrainingArguments(**plan.training_arguments("out", max_steps=100))  # doctest: +SKIP
+        """
+        from .training_arguments import planned_training_arguments
+
+        return planned_training_arguments(self) | {"output_dir": str(output_dir)} | overrides
+
     def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
         """Write the plan's files and return their paths.
 

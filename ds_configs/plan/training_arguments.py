@@ -34,6 +34,8 @@ def planned_training_arguments(plan: Plan) -> dict[str, Any]:
         "optim": job.optimizer,
         "max_grad_norm": 1.0,
     }
+    if plan.hardware.gpu == "CPU":
+        arguments["use_cpu"] = True
     if job.loss == "chunked":
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY

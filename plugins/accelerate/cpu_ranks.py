@@ -16,6 +16,7 @@ Seen with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.1
 
 from __future__ import annotations
 
+import json
 import os
 from functools import cache
 from typing import Any, Literal
@@ -66,6 +67,32 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
         break_abandoned_locks()
         _start_gloo_state(deepspeed=True)
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
+
+
+def serve_scripts_on_cpu_ranks() -> None:
+    """Let a script that knows nothing of CPU ranks train on them: call it before the script begins.
+
+    What `configure_cpu_ranks` returns becomes part of every `TrainingArguments`, and `Accelerator()` looks for no
+    accelerator. It changes nothing on a host with an accelerator.
+    """
+    overrides = configure_cpu_ranks()
+    if not overrides:
+        return
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    from transformers import TrainingArguments
+
+    complete = TrainingArguments.__post_init__
+
+    def on_cpu_ranks(arguments: Any) -> None:
+        arguments.use_cpu = True
+        if "accelerator_config" in overrides:
+            stated = arguments.accelerator_config
+            stated = json.loads(stated) if isinstance(stated, str) else stated
+            stated = {} if stated is None else stated if isinstance(stated, dict) else stated.to_dict()
+            arguments.accelerator_config = stated | overrides["accelerator_config"]
+        complete(arguments)
+
+    TrainingArguments.__post_init__ = on_cpu_ranks
 
 
 def engine_from_environment() -> Engine:

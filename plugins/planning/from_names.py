@@ -15,7 +15,8 @@ from ...ds_configs.memory.calibration import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
-from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from ...ds_configs.specs.settings import unknown_fault
 from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
 from .models import LoadedModel, load_model_spec
 
@@ -33,6 +34,7 @@ def plan(
     calibration: Calibration | Literal["user"] | None = "user",
     trace_activations: bool = False,
     notify: Callable[[str], None] | None = None,
+    **words: Any,
 ) -> Plan:
     """Choose a strategy for a model on some hardware.
 
@@ -40,7 +42,9 @@ def plan(
     `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`. `calibration` holds measured runs to learn from, by
     default those that `shardwright calibrate` stored for this user. `trace_activations` traces a model without stored
     activation coefficients, in minutes, where else an upper bound from its structure counts; a trace that fails falls
-    back to it. `notify` receives remarks while planning. Without a job sequences are as long as `longest_training`.
+    back to it. `notify` receives remarks while planning. Without a job sequences are as long as
+    `longest_training`. In place of a `job`, `words` are options of `shardwright plan`, such as `seq_len=2048,
+    method="lora"`.
 
     Raises:
         UsageError: a name, value or combination cannot be used.
@@ -53,7 +57,9 @@ def plan(
     tell = notify or (lambda _: None)
     loaded = load_model_spec(model, revision=revision) if isinstance(model, str) else model
     cluster = read_hardware(hardware) if isinstance(hardware, str) else hardware
-    wanted = job or TrainingJob(seq_len_tokens=longest_training(loaded, tell))
+    if job is None and "seq_len" not in words:
+        words["seq_len"] = longest_training(loaded, tell)
+    wanted = job_from_words(words, job)
     for note in loaded.notes:
         tell(note)
     positions = loaded.config.get("max_position_embeddings")
@@ -110,6 +116,31 @@ def _activations_without_coefficients(
         )
     cached_activations(loaded.spec, job)(1, modes[0])
     return None
+
+
+def job_from_words(words: Mapping[str, Any], job: TrainingJob | None = None) -> TrainingJob:
+    """Return the training that options of `shardwright plan` describe, or the given one where there are none.
+
+    Raises:
+        UsageError: names that are no options, or both a job and options.
+    """
+    if not words:
+        return job or TrainingJob()
+    known = {field.name for field in fields(TrainingJob)} - {"seq_len_tokens"} | {"seq_len"}
+    faults = [unknown_fault(name, sorted(known)) for name in words if name not in known]
+    if job is not None:
+        rule, fix = "stands beside a TrainingJob", "state it there, or leave the job out"
+        faults += [Fault(where=name, value=value, rule=rule, fix=fix) for name, value in words.items()]
+    if faults:
+        raise UsageError(faults)
+    stated = {"seq_len_tokens" if name == "seq_len" else name: value for name, value in words.items()}
+    for name in {"micro_batch_size", *AXIS_FIELDS} & stated.keys():
+        stated[name] = None if stated[name] == "auto" else stated[name]
+    if isinstance(targets := stated.get("lora_targets"), str):
+        stated["lora_targets"] = tuple(target.strip() for target in targets.split(",") if target.strip())
+    if isinstance(teacher := stated.get("teacher"), str):
+        stated["teacher"] = load_model_spec(teacher).spec
+    return TrainingJob(**stated)
 
 
 def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...ds_configs.plan.launch import launch_arguments
+from ...ds_configs.plan.launch import launch_arguments, with_own_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, at_free_port, python_arguments, run_together
@@ -50,11 +50,12 @@ def write_job(job: RankJob, work: Path) -> str:
     return str(file)
 
 
-def planned_launch(worker: str, job: RankJob, plan: Plan, plan_directory: Path, work: Path) -> Launch:
-    """Return a plan's own launch, with a worker in place of the training module."""
-    command = launch_arguments(plan, directory=str(plan_directory))
+def planned_launch(worker: Sequence[str], plan: Plan, plan_directory: Path) -> Launch:
+    """Return a plan's own launch, with a worker and its arguments in place of the training module."""
+    directory = str(plan_directory.absolute())
+    command = with_own_files(launch_arguments(plan, directory=directory), plan, directory=directory)
     command = command[: command.index("-m")]
-    command, port = at_free_port([*command, "-m", worker, write_job(job, work)])
+    command, port = at_free_port([*command, "-m", *worker])
     environment = {}
     # Launches hide accelerators unless they are named.
     if plan.hardware.gpu != "CPU":

@@ -97,7 +97,7 @@ class PlanCallback(TrainerCallback):
     from `on_step_begin` to `on_step_end`: without data loading, logging, evaluation and saving.
 
     Args:
-        plan_directory: The directory that `shardwright plan` wrote.
+        plan: A plan, or the directory that `shardwright plan` wrote.
         meter: Counts memory instead of torch's caching allocator.
         seq_len_tokens: Length of the training sequences, compared with the plan's when given.
         method: `full`, `lora` or `qlora`, compared with the plan's when given.
@@ -113,13 +113,13 @@ class PlanCallback(TrainerCallback):
 
     def __init__(
         self,
-        plan_directory: str | Path,
+        plan: Plan | str | Path,
         *,
         meter: PeakMeter | None = None,
         seq_len_tokens: int | None = None,
         method: str | None = None,
     ) -> None:
-        self._plan = Plan.load(plan_directory)
+        self._plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._meter = meter or AcceleratorPeaks()
         self._stated = {"seq_len": seq_len_tokens, "method": method}
         self._log: Callable[[dict[str, float]], None] | None = None

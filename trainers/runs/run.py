@@ -22,7 +22,7 @@ from ...plugins.launching.notes import Notify, OnProgress
 from ..data.samples import Samples
 from .checkpoints import CHECKPOINTS
 from .inputs import evaluation_batch_size
-from .launch import compile_operators, planned_launch, run_launches
+from .launch import compile_operators, planned_launch, run_launches, write_job
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
@@ -116,7 +116,7 @@ def run_training(
             compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
         _write_samples(samples, work)
         prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
-        launched = planned_launch(prepared.worker, job, plan, plan_directory, work)
+        launched = planned_launch([prepared.worker, write_job(job, work)], plan, plan_directory)
         run_launches([launched], lambda step, steps: on_progress("step", step, steps), notify=notify)
         result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
     facts = {
