@@ -36,7 +36,7 @@ def check_command(
     Parameters
     ----------
     files
-        Files to check; an Accelerate YAML also brings the DeepSpeed JSON that it names.
+        Files to check; an Accelerate YAML also brings the DeepSpeed JSON that it names, a plan's directory its files.
     """
     found = check(*files, num_processes=options.num_processes, transformers=options.transformers)
     if options.as_json:

@@ -3,7 +3,7 @@
     shardwright plan MODEL --hardware 8xA100-80GB --seq-len 2048 --output-dir plan
     shardwright launch plan examples/own_trainer.py MODEL plan/training_arguments.json
 
-`MODEL` is a directory or Hub id with weights. On GPUs `accelerate launch --config_file plan/accelerate.yaml` starts it too.
+`MODEL` is a directory or Hub id with weights. On GPUs `accelerate launch --config_file plan/accelerate.yaml` does too.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 from ..specs.errors import Fault, UsageError
 from .pair import check_pair, check_text, parse_report
 from .parsing import MAXIMUM_BYTES, detect_kind
+from .plan_directory import CONFIGURATION, PLAN_FILE, check_plan_directory, is_own_file, moved_finding
 from .report import Finding, Report
 from .tree import Node
 
@@ -43,7 +44,8 @@ def check(*files: str | Path, num_processes: int | None = None, transformers: bo
     Example: ``shardwright.check("ds_config.json", num_processes=8).errors``
 
     Args:
-        files: Paths; an Accelerate YAML also brings the DeepSpeed JSON that it names.
+        files: Paths; an Accelerate YAML also brings the DeepSpeed JSON that it names, and a plan's directory all of
+            its files.
         num_processes: Ranks of the job, to check the batch equation.
         transformers: Whether the files are for the Trainer, which fills in `auto`.
 
@@ -64,12 +66,20 @@ def check(*files: str | Path, num_processes: int | None = None, transformers: bo
 def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformers: bool) -> tuple[Finding, ...]:
     """Check each file, and each Accelerate YAML together with the DeepSpeed JSON that it names.
 
+    A directory with a `plan.json` stands for the files of that plan.
+
     Files are read, never written; a path that cannot be read is a finding, not an exception. A DeepSpeed
     JSON that a checked YAML names is checked once, for the number of processes that the YAML starts.
     """
     findings: list[Finding] = []
     contents: dict[Path, bytes] = {}
-    for path in dict.fromkeys(paths):
+    directories = [path if path.is_dir() else path.parent for path in paths if _is_of_a_plan(path)]
+    for directory in dict.fromkeys(directories):
+        found, plan = check_plan_directory(directory)
+        findings += found
+        world_size = world_size or (None if plan is None else plan.hardware.world_size)
+    configurations = [path / CONFIGURATION if _is_of_a_plan(path) and path.is_dir() else path for path in paths]
+    for path in dict.fromkeys(path for path in configurations if not is_own_file(path)):
         content = read_config(path)
         if isinstance(content, Finding):
             findings.append(content)
@@ -89,11 +99,18 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
     return tuple(findings)
 
 
+def _is_of_a_plan(path: Path) -> bool:
+    try:
+        return is_own_file(path / PLAN_FILE if path.is_dir() else path)
+    except (OSError, ValueError):
+        return False
+
+
 def read_config(path: Path) -> bytes | Finding:
     """Return the bytes of a regular file of at most 1 MiB, or the reason why there are none."""
     try:
         if path.is_dir():
-            return _refused(path, "is a directory", "name the file in it")
+            return _refused(path, "is a directory without plan.json", "name the file in it")
         if not path.exists():
             return _refused(path, "does not exist", "check the spelling and the directory")
         if not path.is_file():
@@ -119,6 +136,10 @@ def _check_named(
     name = report.text(_NAMED_FILE)
     if not name:
         return [], None
+    if path.name == CONFIGURATION and (path.parent / PLAN_FILE).is_file():
+        moved = moved_finding(path.parent, Path(name))
+        report.findings += [] if moved is None else [moved]
+        name = name if moved is None else str(path.parent / Path(name).name)
     named = _locate(path, name, report)
     config = read_config(named)
     if isinstance(config, Finding):

@@ -78,8 +78,8 @@ def _training_module_arguments(plan: Plan, directory: str) -> list[str]:
 def launch_script(plan: Plan, header: str, *, directory: str = ".") -> str:
     """Return `launch.sh`: the launch line, with the user's arguments appended.
 
-    `accelerate.yaml` names the place where the DeepSpeed file was written; a script that is written to a place names the
-    file beside itself, so that the directory may move.
+    `accelerate.yaml` names the place where the DeepSpeed file was written; a script that is written to a place names
+    the file beside itself, so that the directory may move.
     """
     words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY)
     if directory != ".":

@@ -11,6 +11,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.strategy import Strategy
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ..data.chat import IGNORED_LABEL
 from ..parallel.trainer_for import planned_parallelism
 from ..runs.held_out import held_out_cross_entropy
 from ..runs.ranks import (
@@ -60,14 +61,27 @@ def train_on_rank(job: TrainJob, work: Path) -> None:
 def held_out(trainer: Any, strategy: Strategy) -> float | None:
     """Return the cross-entropy of the held-out samples in nats a token; every rank must call it.
 
-    Where ranks share sequences or layers the trainer of the layout adds up all predicted tokens itself. `None` under
-    context parallelism, where nothing can be evaluated.
+    Stages of a pipeline add up all predicted tokens themselves. `None` under context parallelism, where nothing can be
+    evaluated.
     """
     if strategy.cp > 1:
         return None
-    if strategy.sp > 1 or strategy.pp > 1:
+    if strategy.pp > 1:
         return float(trainer.evaluate()["eval_loss"])
-    return held_out_cross_entropy(trainer)
+    return _by_label_count(trainer) if strategy.sp > 1 else held_out_cross_entropy(trainer)
+
+
+def _by_label_count(trainer: Any) -> float:
+    """Return the mean over all labelled tokens from evaluations of samples with equally many, whose mean is exact."""
+    samples = trainer.eval_dataset
+    groups: dict[int, list[int]] = {}
+    for index, labels in enumerate(samples["labels"]):
+        groups.setdefault(sum(label != IGNORED_LABEL for label in labels[1:]), []).append(index)
+    total = sum(
+        trainer.evaluate(samples.select(indices))["eval_loss"] * count * len(indices)
+        for count, indices in sorted(groups.items())
+    )
+    return float(total / sum(count * len(indices) for count, indices in groups.items()))
 
 
 def _before_training(trainer: Any, strategy: Strategy) -> Any:
