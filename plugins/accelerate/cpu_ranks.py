@@ -78,7 +78,9 @@ def serve_scripts_on_cpu_ranks() -> None:
     overrides = configure_cpu_ranks()
     if not overrides:
         return
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if "accelerator_config" not in overrides:
+        # Where the state is made already, accelerate 1.15.0 would leave it half of one for FSDP.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     from transformers import TrainingArguments
 
     complete = TrainingArguments.__post_init__
