@@ -22,7 +22,7 @@ from .write import write_files
 _LARGEST_PLAN_BYTES = 16 * 2**20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan:
     """A model, the hardware, the job, and the strategy chosen for them; lies in a directory as the files that run it.
 
@@ -57,6 +57,26 @@ class Plan:
         if self.hardware.nodes > 1:
             names += ["hostfile", "launch.sbatch"]
         return tuple(sorted(names))
+
+    def __repr__(self) -> str:
+        """Return what was chosen for what, in one line."""
+        from .notebook import plan_line
+
+        return plan_line(self)
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it."""
+        from .notebook import plan_html
+
+        return plan_html(self)
+
+    def to_dataframe(self) -> Any:
+        """Return the chosen layout and then the others as a pandas DataFrame: memory in GB, tokens/s, the reason."""
+        import pandas  # type: ignore[import-untyped]
+
+        from .notebook import plan_rows
+
+        return pandas.DataFrame(plan_rows(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as the JSON values of `plan.json`."""

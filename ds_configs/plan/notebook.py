@@ -1,0 +1,60 @@
+"""A plan in a notebook: one line, a table of all layouts as rows, and that table as HTML."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from ..search.choice import Evaluated
+from ..specs.units import gigabytes
+from .plan import Plan
+
+_COLUMNS = ("layout", "micro_batch_size", "peak_GB", "high_GB", "tokens_per_second", "reason")
+
+
+def plan_line(plan: Plan) -> str:
+    """Return what was chosen for what, in one line."""
+    strategy, gpu = plan.chosen.strategy, plan.chosen.memory.gpu
+    return (
+        f"<Plan {plan.model.name} on {plan.hardware.name}: {strategy.label}, micro-batch {strategy.micro_batch_size} x "
+        f"{strategy.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB>"
+    )
+
+
+def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return the chosen layout and then the others, with memory in GB, tokens/s of all ranks and the reason."""
+    return [_row(layout) for layout in (plan.chosen, *plan.rejected)]
+
+
+def _row(layout: Evaluated) -> dict[str, Any]:
+    gpu = layout.memory.gpu
+    values = (
+        layout.strategy.label,
+        layout.strategy.micro_batch_size,
+        gpu.peak_bytes / 1e9,
+        gpu.high_bytes / 1e9,
+        layout.time.tokens_per_second,
+        layout.reason,
+    )
+    return dict(zip(_COLUMNS, values, strict=True))
+
+
+def plan_html(plan: Plan) -> str:
+    """Return the plan for a notebook: its line, the memory of an accelerator as a bar, the reason and the layouts.
+
+    Every text is escaped: names of models are somebody else's.
+    """
+    gpu = plan.chosen.memory.gpu
+    used, high = (min(100.0, 100 * size / gpu.capacity_bytes) for size in (gpu.peak_bytes, gpu.high_bytes))
+    bar = (
+        '<div style="width:24em;border:1px solid #888;background:linear-gradient(to right,'
+        f"#4477aa {used:.1f}%,#bbccee {used:.1f}%,#bbccee {high:.1f}%,transparent {high:.1f}%"
+        ')">&nbsp;</div>'
+    )
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in _COLUMNS)
+    rows = []
+    for row in plan_rows(plan):
+        cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()]
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    line, reason = escape(plan_line(plan).strip("<>")), escape(plan.chosen.reason)
+    return f"<p><b>{line}</b></p>{bar}<p>{reason}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
