@@ -40,9 +40,11 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
     model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING_NAMES:
         fix = "its own code would be needed, which Shardwright does not run" if "auto_map" in config else ""
-        raise RefusedInputError(
-            Fault(where=f"{source}: model_type", value=model_type, rule="is unknown to transformers", fix=fix)
-        )
+        written = config.get("transformers_version")
+        if not fix and isinstance(written, str):
+            fix = f"its config was written by transformers {written}, which knows it"
+        rule = f"is unknown to transformers {transformers.__version__}"
+        raise RefusedInputError(Fault(where=f"{source}: model_type", value=model_type, rule=rule, fix=fix))
     values = _without_code(config)
     del values["model_type"]
     architecture = (config.get("architectures") or [None])[0]
