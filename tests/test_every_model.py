@@ -17,6 +17,7 @@ from shardwright.tools.every_model import classes, outcome
         ("Qwen3NextForCausalLM", "qwen3_next", "planned by an upper bound"),
         ("WhisperForConditionalGeneration", "whisper", "planned by an upper bound"),
         ("MambaForCausalLM", "mamba", "planned by an upper bound"),
+        ("Gemma4ForCausalLM", "gemma4_text", "planned by an upper bound"),
         ("ResNetForImageClassification", "resnet", "refused"),
     ],
 )

@@ -197,8 +197,14 @@ def _key_value_heads(text: Any) -> int:
 
 def _size(config: Any, *fields: str) -> int:
     """Return the first of the fields that holds a size, the largest where each layer has its own; 0 for none."""
+    from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+
     for field in fields:
-        value = getattr(config, field, None)
+        try:
+            value = getattr(config, field, None)
+        except AmbiguousGlobalPerLayerAttributeError:
+            # Gemma-4's layers have heads of two widths, which transformers 5.17 tells layer by layer alone.
+            value = [getattr(layer, field, None) for layer in config.per_layer_config]
         sizes = [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, int)]
         if sizes and max(sizes) > 0:
             return max(sizes)
