@@ -71,7 +71,7 @@ def model_directory(tmp_path: Path, text: str | None = None, **changes: Any) -> 
         ),
         ({"num_hidden_layers": 10**18}, [f"num_hidden_layers = {10**18}: must be an integer from 1 to 10,000"]),
         ({"num_hidden_layers": "MISSING", "hidden_size": None}, ["num_hidden_layers: is missing", "hidden_size"]),
-        ({"hidden_size": float("nan")}, ["hidden_size = nan"]),
+        ({"hidden_size": float("nan")}, ["is not valid JSON (a number is NaN)"]),
         ({"hidden_size": 4095}, ["must be divisible by num_attention_heads (4095 % 32 = 31); write head_dim"]),
         ({"num_attention_heads": [32]}, ["num_attention_heads = [32]"]),
         ({"head_dim": 0}, ["head_dim = 0"]),

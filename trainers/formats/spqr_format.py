@@ -200,14 +200,14 @@ def small_layers(directory: Path) -> dict[str, Any] | None:
         return None
     try:
         stated = json.loads(path.read_bytes()).get("quantization_config") or {}
-        if stated.get("quant_method") != QUANT_METHOD:
-            return None
-        return checked_layers(stated.get("schema_version"), stated.get("layers"), where=str(path))
+        is_small = stated.get("quant_method") == QUANT_METHOD
     except OSError as error:
-        rule = f"cannot be read ({error.strerror})"
+        raise RefusedInputError(Fault(where=str(path), rule=f"cannot be read ({error.strerror})")) from None
     except (ValueError, AttributeError, RecursionError) as error:
-        rule = f"is no JSON object ({error!r})"
-    raise RefusedInputError(Fault(where=str(path), rule=rule))
+        raise RefusedInputError(Fault(where=str(path), rule=f"is no JSON object ({error!r})")) from None
+    if not is_small:
+        return None
+    return checked_layers(stated.get("schema_version"), stated.get("layers"), where=str(path))
 
 
 def checked_layers(schema_version: Any, layers: Any, *, where: str) -> dict[str, Any]:
