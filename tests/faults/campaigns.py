@@ -70,7 +70,9 @@ def _resumed(workshop: Workshop, engine: str, output: Path) -> tuple[bool, str]:
     try:
         told = workshop.run(engine, output, flags=("--resume",))
     except RanksFailedError as error:
-        return False, f"resume failed: {str(error).splitlines()[0][:80]} {_last_line(error.output)}"
+        # What follows is the command, with places of this machine.
+        how = str(error).splitlines()[0].partition(": ")[0]
+        return False, f"resume failed: {how}: {_last_line(error.output)}"
     losses = losses_of(output)
     difference = max((abs(a - b) for a, b in zip(losses, whole[len(whole) - len(losses) :], strict=True)), default=0.0)
     start = "step 0" if "training begins at step 0" in told else f"checkpoint-{STEPS - len(losses)}"
