@@ -17,6 +17,7 @@ import psutil
 import warm_ranks
 
 _PREFIX = "shardwright-tests-"
+_OPENING = "shardwright-opening-"
 _LOCK = "in-use"
 COMMANDS = {
     "accelerate": "-m accelerate.commands.accelerate_cli",
@@ -55,9 +56,11 @@ def open_session() -> Session:
     base = Path(tempfile.gettempdir())
     for left_behind in abandoned(base):
         shutil.rmtree(left_behind, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = (directory / _LOCK).open("w")
+    # Gets its name when it is locked: another session that opens now would take it for abandoned.
+    unlocked = Path(tempfile.mkdtemp(prefix=_OPENING))
+    lock = (unlocked / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    directory = unlocked.rename(base / unlocked.name.replace(_OPENING, _PREFIX))
     for name in ("data", "tmp", "bin"):
         (directory / name).mkdir()
     interpreter = warm_ranks.write_interpreter(directory / "bin")

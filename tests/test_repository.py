@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,3 +34,27 @@ def test_the_license_is_stated_and_ships() -> None:
     assert project["license"] == "Apache-2.0"
     assert project["license-files"] == ["LICENSE"]
     assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [lines for name, lines in project["optional-dependencies"].items() if name != "dev"]
+    # pydantic's own core, whose version it pins.
+    declared = {"pydantic-core"}
+    for line in (*project["dependencies"], *(line for lines in extras for line in lines)):
+        declared.add(re.split(r"[^\w-]", line)[0].lower())
+    distributions = packages_distributions()
+    undeclared = {}
+    for path in (
+        path for floor in ("cli", "ds_configs", "plugins", "trainers") for path in (ROOT / floor).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            absolute = isinstance(node, ast.ImportFrom) and not node.level
+            modules = (
+                [node.module] if absolute else [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            )
+            for package in {module.partition(".")[0] for module in modules} - sys.stdlib_module_names:
+                names = {name.lower().replace("_", "-") for name in distributions.get(package, [package])}
+                if not names & declared:
+                    undeclared[package] = path.relative_to(ROOT).as_posix()
+    assert not undeclared

@@ -400,7 +400,7 @@ def test_the_command_takes_sizes_from_flags_files_and_the_environment(shell, tmp
     (tmp_path / "settings.yaml").write_text("tensor_parallel_size: 4\nhardware: 8xA100-80GB\n")
     result = shell(CONFIG, "--config", "settings.yaml", "--format", "json")
     assert json.loads(result.out)["chosen"]["strategy"]["tp"] == 4
-    monkeypatch.setenv("SHARDWRIGHT_TENSOR_PARALLEL_SIZE", "2")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_TENSOR_PARALLEL_SIZE", "2")
     result = shell(CONFIG, "--config", "settings.yaml", "--format", "json")
     assert json.loads(result.out)["chosen"]["strategy"]["tp"] == 2
     flags = ("--tensor-parallel-size", "auto", "--format", "json")
@@ -415,7 +415,7 @@ def test_the_command_refuses_a_size_with_its_neighbours(shell):
 
 
 def test_quantized_collectives_come_from_the_environment_too(shell, monkeypatch):
-    monkeypatch.setenv("SHARDWRIGHT_ZERO_QUANTIZED_WEIGHTS", "true")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_ZERO_QUANTIZED_WEIGHTS", "true")
     result = shell(CONFIG, "--hardware", "8xH100-80GB", "--format", "json")
     assert json.loads(result.out)["chosen"]["strategy"]["zero"]["quantized_weights"] is True
 
