@@ -20,7 +20,7 @@ WRITTEN = [page for page in READ if page.parent.name != "reference"]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 LINES_OF_TWO_SCREENS = 110
 FLAGS_OF_OTHERS = {
-    *("--write", "--strict"),  # benchmarks
+    *("--write", "--strict", "--every"),  # benchmarks and tools
     "--nproc-per-node",  # torchrun
     # shardwright.trainers.train_causal_lm
     *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),

@@ -25,7 +25,7 @@ def test_compare_layouts():
         text=True,
         check=True,
     ).stdout
-    assert "chosen      zero1" in shown
+    assert "chosen      zero3" in shown
     assert "too large   ddp" in shown
 
 

@@ -150,12 +150,17 @@ def test_engines_move_what_their_papers_say():
     # DDP's buckets of 25 MB each wait for a tree.
     assert 8 * unit < ddp.reductions_once < 11 * unit
     stage1, stage2, stage3 = (traffic_of(replace(ZERO1, zero_stage=stage)) for stage in (1, 2, 3))
-    assert (stage1.reductions_once, stage1.updates_once) == pytest.approx((2 * unit, 2 * unit), rel=0.05)
-    assert (stage2.reductions_each, stage2.updates_once) == pytest.approx((2 * unit, 2 * unit), rel=0.05)
-    assert stage3.gathers_forward == stage3.gathers_backward == pytest.approx(2 * unit, rel=0.1)
-    assert stage3.reductions_each == pytest.approx(2 * unit, rel=0.1)
-    sequence = traffic_of(replace(ZERO1, dp_shard=4, sp=2))
-    assert sequence.reductions_once == pytest.approx(4 * unit, rel=0.05)
+    # Buckets wait for their ring besides: 16 of them in stages 1 and 2, 160 gathers of prefetched parameters in stage 3.
+    for found, volume in (
+        (stage1.reductions_once, 2 * unit),
+        (stage1.updates_once, 2 * unit),
+        (stage2.reductions_each, 2 * unit),
+        (stage2.updates_once, 2 * unit),
+        (stage3.reductions_each, 2 * unit),
+        (traffic_of(replace(ZERO1, dp_shard=4, sp=2)).reductions_once, 4 * unit),
+    ):
+        assert volume <= found < 1.1 * volume
+    assert 2 * unit <= stage3.gathers_forward == stage3.gathers_backward < 2.4 * unit
 
 
 def test_quantized_collectives_and_secondary_shards_move_less():

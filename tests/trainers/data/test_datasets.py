@@ -245,7 +245,7 @@ def test_a_single_document_is_divided_in_itself(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": ""}\n{"text": null}\n', "none of its 2 rows has any text"),
         ("a.jsonl", "", "has no rows"),
         ("a.jsonl", '{"text": "ab"}\n', "shorter than one sample of seq_len = 64"),
-        ("a.csv", "text\na\n", "a dataset file ends in"),
+        ("a.xlsx", "text\na\n", "a dataset file ends in"),
     ],
 )
 def test_what_cannot_be_read_is_one_clear_line(tmp_path: Path, name: str, text: str, said: str) -> None:

@@ -219,6 +219,8 @@ def test_sections_that_contradict_are_named(given: dict[str, Any], where: str) -
 def arguments(configuration: dict[str, Any] | None = None, **changes: Any) -> Any:
     """What the callback reads of `TrainingArguments`, for two ranks."""
     values = {
+        "bf16": False,
+        "fp16": False,
         "deepspeed_plugin": SimpleNamespace(deepspeed_config=configuration) if configuration is not None else None,
         "world_size": 2,
         "process_index": 1,
