@@ -150,7 +150,7 @@ def test_engines_move_what_their_papers_say():
     # DDP's buckets of 25 MB each wait for a tree.
     assert 8 * unit < ddp.reductions_once < 11 * unit
     stage1, stage2, stage3 = (traffic_of(replace(ZERO1, zero_stage=stage)) for stage in (1, 2, 3))
-    # Buckets wait for their ring besides: 16 of them in stages 1 and 2, 160 gathers of prefetched parameters in stage 3.
+    # Buckets wait for their ring besides: 16 of them in stages 1 and 2, 160 gathers in stage 3.
     for found, volume in (
         (stage1.reductions_once, 2 * unit),
         (stage1.updates_once, 2 * unit),
