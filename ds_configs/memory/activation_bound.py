@@ -87,7 +87,8 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
     logits = (
         micro_batch_size * job.seq_len_tokens * model.dimensions.vocab_size or tokens * model.dimensions.hidden_size
     )
-    beside_logits = 64 * tokens + 4 * element * tokens * model.dimensions.hidden_size
+    # With a small vocabulary the last norm's own backward pass, which is in fp32, is the largest.
+    beside_logits = tokens * (64 + max(4 * element, _NORM_ELEMENT_BYTES) * model.dimensions.hidden_size)
     return ActivationEstimate(
         saved_bytes_per_layer=-(-saved // max(1, layers)),
         checkpointed_bytes_per_layer=-(-checkpointed // max(1, layers)),
