@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from small_models import llama
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 import host
 import session
 import warm_ranks
+
+# The first example of a process pays for imports, and no test is about time.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 SHARED = dict.fromkeys(("test_qat_quality.py", "test_quantize_quality.py"), "small-llama")
 """Groups of files that wait for each other's fixtures otherwise."""
