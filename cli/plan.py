@@ -24,6 +24,7 @@ from ..ds_configs.specs.settings import (
     adapter_faults,
 )
 from .options import WriteOptions
+from .progress import note
 from .run_questions import RunQuestions, answers, question_faults, shown_answers
 from .settings import FILLED, Options, grouped
 
@@ -87,7 +88,7 @@ def plan_command(
         Hub id, local directory, or config.json. Only config.json and safetensors headers are read.
     """
     if options.trust_remote_code:
-        _note("--trust-remote-code has no effect here: planning never runs a model's own code")
+        note("--trust-remote-code has no effect here: planning never runs a model's own code")
     question_faults(settings)
     as_json, output_dir = options.as_json, options.output_dir
     if options.dry_run and not as_json:
@@ -126,16 +127,12 @@ def plan_command(
     return 0
 
 
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
 def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> ComparedLayouts | None:
     """Return the compared layouts of tensor parallelism; `None`, with a note, for mixtures of experts."""
     from .tensor_layouts import compared_layouts
 
     if model.dimensions.num_experts:
-        _note(f"--explain-tensor-parallel compares dense layers, and {model.architecture} has experts")
+        note(f"--explain-tensor-parallel compares dense layers, and {model.architecture} has experts")
         return None
     return compared_layouts(model, hardware, job)
 
@@ -148,10 +145,10 @@ def _make_plan(model: str, settings: PlanSettings, *, calibration: bool, traced:
     teacher = load_model_spec(settings.teacher).spec if settings.teacher else None
     loaded = load_model_spec(model, revision=settings.revision)
     if settings.seq_len is None:
-        settings = settings.model_copy(update={"seq_len": longest_training(loaded, _note)})
+        settings = settings.model_copy(update={"seq_len": longest_training(loaded, note)})
     job = job_from_settings(settings, teacher)
     measured: Literal["user"] | None = "user" if calibration else None
-    return plan(loaded, cluster, job, calibration=measured, trace_activations=traced, notify=_note)
+    return plan(loaded, cluster, job, calibration=measured, trace_activations=traced, notify=note)
 
 
 def _hardware(settings: PlanSettings) -> HardwareSpec:

@@ -48,9 +48,12 @@ class HangWatch:
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self._seconds / 4)):
             if time.monotonic() - self._last > self._seconds:
-                self._show()
-                time.sleep(_OTHERS_SECONDS)
-                os._exit(1)
+                try:
+                    self._show()
+                    time.sleep(_OTHERS_SECONDS)
+                finally:
+                    # A notebook's stderr may have no file to dump stacks to.
+                    os._exit(1)
 
     def _show(self) -> None:
         still = f"rank {self._rank} has not moved for {self._seconds:g} s, since {self._where}"
