@@ -35,7 +35,8 @@ def model_card(
         others: Further models whose licence may bind, such as a teacher.
         task: What the Hub offers the model for; `None` for nothing.
     """
-    from huggingface_hub import ModelCard, ModelCardData
+    import yaml
+    from huggingface_hub import ModelCardData
 
     stated = _metadata(base)
     bases = stated.get("base_model") if Path(base).exists() else base
@@ -51,7 +52,9 @@ def model_card(
         tags=list(tags),
         **(licensed if agreed else {}),
     )
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"))
+    # In ASCII: PyYAML 6.0.3 reads the line break U+0085 of a string that it wrote itself as a space.
+    metadata = yaml.safe_dump(data.to_dict(), sort_keys=False, allow_unicode=False)
+    return f"---\n{metadata}---\n{text}"
 
 
 def _metadata(model: str) -> dict[str, Any]:

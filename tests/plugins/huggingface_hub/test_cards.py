@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from shardwright.plugins.huggingface_hub import cards
 from shardwright.plugins.huggingface_hub.cards import license_of, model_card
@@ -66,6 +66,8 @@ def test_cards_of_others_may_hold_anything(tmp_path: Path, front: str) -> None:
     assert not {"base_model", "license"} & data(tmp_path, base).keys()
 
 
+@example(name="\x85")
+@example(name="a\u2028b")
 @given(name=st.text(min_size=1, max_size=30).filter(lambda text: not Path(text.replace("\0", "")).exists()))
 def test_no_name_breaks_the_metadata(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     found = ModelCard(
