@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import os
+import pkgutil
 import random
 import runpy
 import selectors
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,16 +46,17 @@ PRELOADED = (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "distutils.sysconfig",
     "matplotlib.figure",
-    "shardwright.cli.main",
-    "shardwright.plugins.planning.from_names",
-    "shardwright.trainers.rehearsal.rehearse",
-    "shardwright.trainers.rehearsal.worker",
+    "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.distributed.elastic.multiprocessing.errors",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
 )
-"""What ranks, launchers and commands import before they do anything."""
+"""What ranks, launchers and commands import before they do anything, beside every module of Shardwright."""
+_ROOMS = ("ds_configs", "plugins", "trainers", "cli")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # Arrow's own allocator would start a thread, which does not survive a fork.
@@ -172,7 +174,7 @@ def _import_all() -> None:
     from shardwright.plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 
     quiet_optional_kernels()
-    for name in PRELOADED:
+    for name in (*PRELOADED, *_modules_of_shardwright()):
         try:
             importlib.import_module(name)
         except Exception:
@@ -182,13 +184,24 @@ def _import_all() -> None:
     gc.freeze()
 
 
+def _modules_of_shardwright() -> Iterator[str]:
+    for room in _ROOMS:
+        package = importlib.import_module(f"shardwright.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(".__main__"):
+                yield module.name
+
+
 def _fill_caches() -> None:
     """Build the tables that every model and every engine would build for itself, a quarter of a small training."""
+    import deepspeed.ops
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")
     get_torch_obj_rule_map()
+    # Runs a compiler.
+    _ = deepspeed.ops.__compatible_ops__
 
 
 def _load_operators() -> None:
