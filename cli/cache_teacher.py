@@ -23,7 +23,7 @@ grouped(CacheSettings)
 
 @grouped
 class CacheOptions(RunOptions):
-    """Where answers go."""
+    """Directory of the answers."""
 
 
 def cache_teacher_command(

@@ -24,7 +24,7 @@ _SHOWN_DIGITS = 12
 
 @grouped
 class CalibrateOptions(FormatOptions):
-    """What is done with stored runs."""
+    """Use of stored runs."""
 
     group = "Stored runs"
 

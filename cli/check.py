@@ -16,7 +16,7 @@ from .settings import FILLED, Options, grouped
 
 @grouped
 class CheckOptions(FormatOptions):
-    """What files are checked against."""
+    """Facts that files are checked against."""
 
     group = "Run"
 

@@ -67,7 +67,7 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
 
 @grouped
 class CopyOptions(ConfigOption):
-    """How a configuration is copied."""
+    """Copy of a configuration."""
 
     force: bool = Field(False, description="Replace the files of an earlier copy")
 

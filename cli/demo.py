@@ -36,7 +36,7 @@ SMALL_LLAMA: dict[str, Any] = {
 
 @grouped
 class DemoOptions(ConfigOption):
-    """How far the demo goes."""
+    """Extent of the demo."""
 
     steps: int = Field(30, ge=1, description="Optimizer steps of the training")
     force: bool = Field(False, description="Replace the files of an earlier demo")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @grouped
 class EvaluateOptions(ReportOptions):
-    """What is measured, and on which text."""
+    """Measures, and the text that they are taken on."""
 
     group = "Evaluation"
 

@@ -55,7 +55,7 @@ class PlanSettings(RunQuestions, LayoutSettings, TeacherPlacementSettings, Train
 
 @grouped
 class PlanOptions(WriteOptions):
-    """What `plan` shows and writes."""
+    """Output of `plan`."""
 
     explain_tensor_parallel: bool = Field(
         False,

@@ -25,7 +25,7 @@ grouped(QATSettings)
 
 @grouped
 class QATOptions(TrainingOptions):
-    """How a quantization-aware training is launched."""
+    """Launch of a quantization-aware training."""
 
     @classmethod
     def read_config(cls, name: str) -> dict[str, Any]:

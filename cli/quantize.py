@@ -32,7 +32,7 @@ grouped(QuantizeSettings)
 
 @grouped
 class QuantizeOptions(RunOptions):
-    """Where a checkpoint comes from and goes."""
+    """Source and destination of a checkpoint."""
 
     config: str | None = Field(
         None, description="Name of a recipe (configs ls quantize) or a YAML file with any of these settings"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @grouped
 class RehearseOptions(ReportOptions):
-    """How a plan is rehearsed."""
+    """Course of a rehearsal."""
 
     group = "Rehearsal"
 

@@ -1,4 +1,4 @@
-"""What `plan` answers beside a layout: length, price and energy of a run, the cluster for a deadline, when to save."""
+"""Answers of `plan` beside a layout: length, price and energy of a run, the cluster for a deadline, when to save."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ grouped(StudentRequest)
 
 @grouped
 class StudentOptions(WriteOptions):
-    """Where a student comes from and goes."""
+    """Source and destination of a student."""
 
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 

@@ -1,4 +1,4 @@
-"""What every command that launches a training does around it: a dry run, progress, and the outcome."""
+"""Frame of every command that launches a training: a dry run, progress, and the outcome."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def read_settings(flags: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def train(flags: argparse.Namespace) -> None:
+def fine_tune(flags: argparse.Namespace) -> None:
     """Build everything in the order that ZeRO-3 needs (arguments before weights), train, write, save."""
     settings = read_settings(flags)
     engine = chosen_engine(settings)
@@ -216,7 +216,7 @@ def _check_world_size(world_size: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
-        recorded(lambda: train(parse_flags(sys.argv[1:] if argv is None else argv)))()
+        recorded(lambda: fine_tune(parse_flags(sys.argv[1:] if argv is None else argv)))()
     except ShardwrightError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise

@@ -1,4 +1,4 @@
-"""When torch context parallelism with FSDP2 is legal: plain numbers and names in, faults out.
+"""Legality of torch context parallelism with FSDP2: plain numbers and names in, faults out.
 
 After accelerate 1.15.0 (parallelism_config.py, big_modeling.py), transformers 5.17.0 (trainer.py,
 `_prepare_context_parallel_inputs`) and torch 2.13.0 (ring attention with head-tail load balancing, which gives each

@@ -1,4 +1,4 @@
-"""When Ulysses sequence parallelism is legal: plain numbers and names in, faults out.
+"""Legality of Ulysses sequence parallelism: plain numbers and names in, faults out.
 
 After deepspeed 0.19.8 (runtime/sequence_parallel/ulysses_sp.py) and accelerate 1.15.0 (utils/dataclasses.py,
 big_modeling.py). Every rank holds a part of the sequence; within attention it holds a part of the heads instead, and

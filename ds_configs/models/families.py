@@ -16,7 +16,7 @@ from ..specs.model import Group, ModelSpec, ParameterKind, ParameterShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-    """How a decoder family differs from Llama."""
+    """Differences of a decoder family from Llama."""
 
     architecture: str
     layer_class: str

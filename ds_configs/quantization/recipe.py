@@ -27,7 +27,7 @@ from .scheme import QuantizationScheme, RangeMethod, scheme_named
 
 
 class SchemeSettings(Settings):
-    """Which numbers a checkpoint holds, and in which layers."""
+    """Numbers that a checkpoint holds, and the layers that hold them."""
 
     group = "Quantization"
 

@@ -23,7 +23,7 @@ KNOWN_RANGES: tuple[RangeMethod, ...] = ("minmax", "percentile", "l2", "kl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightQuantization:
-    """How the numbers of one weight matrix [out, in] are stored."""
+    """Storage of the numbers of one weight matrix [out, in]."""
 
     bits: int
     """Bits of one code; 2 to 8 for integers, 4 or 8 for floats."""
@@ -43,7 +43,7 @@ class WeightQuantization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationQuantization:
-    """How the inputs of a linear layer are rounded when it runs."""
+    """Rounding of the inputs of a linear layer when it runs."""
 
     bits: int = 8
     """Bits of one code."""

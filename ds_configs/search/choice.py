@@ -69,7 +69,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What the search found."""
+    """Result of the search."""
 
     chosen: Evaluated | None
     """The fastest layout that fits; `None` when none does."""

@@ -23,7 +23,7 @@ _Entry = tuple[float, tuple[int, int, bool, bool], int, str, Variant]
 
 @dataclass(kw_only=True)
 class Search:
-    """What has been looked at."""
+    """Layouts that have been looked at."""
 
     by_level: dict[int, list[Variant]]
     """All variants of each layout, fastest first."""

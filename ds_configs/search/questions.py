@@ -54,7 +54,7 @@ NODE_OVERHEAD = 1.45
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCost:
-    """What training on a number of tokens takes."""
+    """Time, price and energy of training on a number of tokens."""
 
     tokens: float
     """Tokens of the run."""

@@ -1,4 +1,4 @@
-"""How many mechanisms a layout uses: among layouts that are as fast, the plan takes the simplest."""
+"""Number of mechanisms that a layout uses: among layouts that are equally fast, the plan takes the simplest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which placements of a teacher the search tries, and why the chosen one was taken."""
+"""Placements of a teacher that the search tries, and the reason for the chosen one."""
 
 from __future__ import annotations
 

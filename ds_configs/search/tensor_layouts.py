@@ -28,6 +28,7 @@ from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from ..step_time.collectives import group_bytes_per_s, others
+from ..step_time.model_work import Product
 
 LayoutName = Literal["1D", "2D", "2.5D", "3D"]
 
@@ -38,7 +39,7 @@ _LARGEST_COUNT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """What a layer costs on each rank of one layout."""
+    """Cost of a layer on each rank of one layout."""
 
     name: LayoutName
     """Dimension of the layout."""
@@ -64,23 +65,8 @@ class TensorLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
-    """One matrix product of a layer, `[tokens, in_features] @ [in_features, out_features]`."""
-
-    in_features: int
-    """Width of its input."""
-    out_features: int
-    """Width of its output."""
-
-    @property
-    def weight(self) -> int:
-        """Elements of its weight."""
-        return self.in_features * self.out_features
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What one kind of group moves for a layer."""
+    """Traffic of one kind of group for a layer."""
 
     elements: float
     """Elements that one rank receives, forward and backward."""

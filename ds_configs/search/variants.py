@@ -34,7 +34,7 @@ Judge = Callable[[Candidate], tuple[Fault, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What a plan is made for."""
+    """Question that a plan answers."""
 
     model: ModelSpec
     hardware: HardwareSpec
@@ -81,7 +81,7 @@ class Variant:
 
     @cached_property
     def complexity(self) -> tuple[int, int, bool, bool]:
-        """How many mechanisms the layout uses; buffers below DeepSpeed's defaults come last."""
+        """Number of mechanisms that the layout uses; buffers below DeepSpeed's defaults come last."""
         asked, lean = self.question, False
         if self.strategy.zero_stage:
             lean = lean_variant(self.strategy, asked.model, asked.job) == self.strategy

@@ -34,7 +34,7 @@ class TeacherCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherChoice:
-    """Where the teacher lives, why, and what other places would cost."""
+    """Placement of the teacher, the reason for it, and the cost of other places."""
 
     placement: TeacherPlacement
     """Where the teacher lives."""

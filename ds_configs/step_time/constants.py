@@ -19,7 +19,7 @@ from ..specs.hardware import HardwareSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuConstants:
-    """What an accelerator, its host and its links reach of their datasheets."""
+    """Shares of their datasheets that an accelerator, its host and its links reach."""
 
     matrix_efficiency: float
     """Share of the datasheet's matrix FLOP/s that large products reach at the clock that the power limit sustains."""

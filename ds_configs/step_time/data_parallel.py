@@ -1,4 +1,4 @@
-"""What data parallelism moves: gathers of sharded parameters and reductions of gradients, per micro-batch and step.
+"""Traffic of data parallelism: gathers of sharded parameters and reductions of gradients, per micro-batch and step.
 
 Volumes follow ZeRO (arXiv 1910.02054, section 7). DDP and ZeRO 0 and 1 reduce once in a step, ZeRO-2 every
 micro-batch, ZeRO-3 and FSDP2 gather twice and reduce in every micro-batch. DDP under autocast keeps and reduces fp32
@@ -130,7 +130,7 @@ def _reduction_bytes(strategy: Strategy, job: TrainingJob) -> int:
     return job.compute_bytes
 
 
-def together(parts: list[DataTraffic]) -> DataTraffic:
+def summed_traffic(parts: list[DataTraffic]) -> DataTraffic:
     """Return the collectives of all parts, one after the other."""
     return DataTraffic(
         gathers_forward=sum(part.gathers_forward for part in parts),

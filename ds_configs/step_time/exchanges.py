@@ -1,4 +1,4 @@
-"""What the axes beyond data parallelism exchange inside the layers of one micro-batch; the computation waits for it."""
+"""Exchanges of the axes beyond data parallelism inside the layers of one micro-batch; computation waits for them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one micro-batch brings to a rank."""
+    """Work that one micro-batch brings to a rank."""
 
     tokens: float
     """Tokens that the rank computes, sequences divided by sequence and context parallelism."""

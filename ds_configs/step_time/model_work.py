@@ -1,4 +1,4 @@
-"""What a rank computes of a model for each token: its products by shape, and the sizes that traffic depends on."""
+"""Work of a rank for each token: matrix products by shape, and the sizes that traffic depends on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from ..specs.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """A matrix product of each token with a weight."""
+    """A matrix product of each token with a weight, `[tokens, in_features] @ [in_features, out_features]`."""
 
     in_features: int
     """Inner width."""
     out_features: int
     """Width of the result."""
     count: float = 1.0
-    """How many an average layer holds."""
+    """Number of them in an average layer."""
+
+    @property
+    def weight(self) -> int:
+        """Elements of its weight."""
+        return self.in_features * self.out_features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What training software adds to the arithmetic: kernels, memory traffic, overlap. Facts of code, not of hardware."""
+"""Costs of training software beside the arithmetic: kernels, memory traffic, overlap. Facts of code alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """How a stack computes a decoder layer and a step; bytes are per element of a 16-bit activation."""
+    """Way in which a stack computes a decoder layer and a step; bytes are per element of a 16-bit activation."""
 
     attention: Literal["fused", "eager"] = "fused"
     """Fused kernels (FlashAttention, sdpa) keep scores on chip and skip the masked half; eager ones write scores."""

@@ -11,7 +11,7 @@ from ..specs.model import ModelSpec, lora_parameter_count
 from ..specs.stages import PipelineStage
 from ..specs.strategy import Strategy
 from .constants import GpuConstants
-from .data_parallel import DataTraffic, Held, data_traffic, together
+from .data_parallel import DataTraffic, Held, data_traffic, summed_traffic
 from .exchanges import exchanges, transfer_seconds
 from .micro_batch import Batch, Device, Pass, device_of, head_passes, layer_passes, with_host
 from .model_work import ModelWork, model_work
@@ -21,7 +21,7 @@ from .software import Software
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What every part of a step depends on."""
+    """Facts that every part of a step depends on."""
 
     strategy: Strategy
     model: ModelSpec
@@ -219,7 +219,7 @@ def stage_traffic(setting: Setting, stage: PipelineStage) -> DataTraffic:
             stride=strategy.tp * strategy.ep,
         ),
     )
-    return together([data_traffic(strategy, part, *shared) for part in parts])
+    return summed_traffic([data_traffic(strategy, part, *shared) for part in parts])
 
 
 def stepped_parameters(setting: Setting, stage: PipelineStage) -> float:

@@ -1,4 +1,4 @@
-"""What each term of a step's time means and how it is computed."""
+"""Terms of a step's time: the meaning of each, and how it is computed."""
 
 from __future__ import annotations
 

@@ -56,14 +56,14 @@ class SharedSequence:
 
     @property
     def rank(self) -> int:
-        """Which shard is this rank's."""
+        """Index of this rank's shard."""
         import torch.distributed as dist
 
         return int(dist.get_rank()) % self.size
 
     @property
     def data_ranks(self) -> int:
-        """How many sequences are processed at once."""
+        """Number of sequences that are processed at once."""
         import torch.distributed as dist
 
         return int(dist.get_world_size()) // self.size

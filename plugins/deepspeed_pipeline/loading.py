@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StageParts:
-    """Where stages take their modules from."""
+    """Source of the modules of stages."""
 
     def __init__(
         self,

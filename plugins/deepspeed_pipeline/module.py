@@ -79,7 +79,7 @@ class _CausalLM:
 
     @property
     def tensor_parallel_rank(self: Any) -> int:
-        """Which of them this is."""
+        """Index of this rank among them."""
         return int(self._grid.get_slice_parallel_rank())
 
     @property
@@ -89,7 +89,7 @@ class _CausalLM:
 
     @property
     def data_parallel_rank(self: Any) -> int:
-        """Which of the ranks with the same stages this is."""
+        """Index of this rank among those with the same stages."""
         return int(self._grid.data_parallel_id)
 
     def get_tied_weights_and_groups(self: Any) -> list[tuple[Tensor, Any]]:

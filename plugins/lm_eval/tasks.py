@@ -30,7 +30,7 @@ _LONGEST_DETAIL = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRequest:
-    """Which tasks to run, and how much of them."""
+    """Tasks to run, and how much of them."""
 
     names: tuple[str, ...]
     """Tasks, groups or tags, such as `hellaswag`."""

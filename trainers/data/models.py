@@ -28,7 +28,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingModel:
-    """Where a model comes from."""
+    """Origin of a model."""
 
     model: str
     """Hub id, local directory, or `config.json`."""

@@ -8,7 +8,7 @@ from ...ds_configs.specs.settings import Settings
 
 
 class DataSettings(Settings):
-    """Which samples there are, and which of them are held out."""
+    """Samples, and those of them that are held out."""
 
     group = "Data"
 

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where rows come from: what a user wrote as `ID[:config][#N]`."""
+    """Source of rows, which a user writes as `ID[:config][#N]`."""
 
     name: str
     """Hub id, path, or `python-help`."""

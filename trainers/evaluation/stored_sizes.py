@@ -28,7 +28,7 @@ _PARTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSizes:
-    """How large a checkpoint is."""
+    """Sizes of a checkpoint."""
 
     file_bytes: int
     """All safetensors files together."""

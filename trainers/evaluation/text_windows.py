@@ -18,7 +18,7 @@ Window = dict[str, list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """Which text a model is judged on, and how it is cut."""
+    """Text that a model is judged on, and the way it is cut."""
 
     files: tuple[Path, ...] = ()
     """Plain text files; empty to read `dataset`."""

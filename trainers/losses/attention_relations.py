@@ -24,7 +24,7 @@ _INVISIBLE = -1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Which positions a position may see, worked out for some rows at a time."""
+    """Positions that a position may see, worked out for some rows at a time."""
 
     size: int
     """Number of positions S."""

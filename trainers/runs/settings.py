@@ -26,7 +26,7 @@ TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
 
 
 class ObjectiveSettings(TeacherPlacementSettings):
-    """What a student learns from its teacher."""
+    """Objective of a student: the distance to its teacher and the weight of the labels."""
 
     group = "Objective"
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama
 from shardwright.ds_configs.search.tensor_layouts import (
-    Product,
     compare_tensor_layouts,
     cube_traffic,
     layer_products,
@@ -22,6 +21,7 @@ from shardwright.ds_configs.search.tensor_layouts import (
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.step_time.model_work import Product
 
 RANDOM = np.random.default_rng(0)
 

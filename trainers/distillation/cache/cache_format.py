@@ -28,7 +28,7 @@ LARGEST_RANGE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RecordFormat:
-    """How records are laid out; equal formats read each other's records.
+    """Layout of records; equal formats read each other's records.
 
     Raises:
         UsageError: sizes that no record can have; all faults at once.

@@ -28,7 +28,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CacheKey:
-    """Whose answers a cache holds, and to what; another key means other answers."""
+    """Teacher and samples of a cache's answers; another key means other answers."""
 
     teacher: str
     """Hub id or directory, as it was given; for people, it is not compared."""

@@ -31,7 +31,7 @@ class TensorRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WidthFamily:
-    """How a family names and shapes what is cut."""
+    """Names and shapes of the tensors that are cut in a family."""
 
     rules: tuple[TensorRule, ...]
     """First match wins; a tensor that none matches is no part of the family."""

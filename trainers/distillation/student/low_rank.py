@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """How a matrix was approximated."""
+    """Approximation of a matrix."""
 
     rank: int
     """Singular values kept."""

@@ -137,7 +137,7 @@ class PipelineTrainer(Trainer):
 
     @property
     def _replica(self) -> int:
-        """Which copy of the pipeline this rank belongs to."""
+        """Index of the copy of the pipeline that this rank belongs to."""
         return int(self.args.process_index // self._tensor_ranks % self._replicas)
 
     def create_accelerator_and_postprocess(self) -> None:

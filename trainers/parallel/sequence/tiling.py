@@ -1,4 +1,4 @@
-"""When MLPs and the loss may be computed in tiles, and the tiled loss of a shard."""
+"""Legality of computing MLPs and the loss in tiles, and the tiled loss of a shard."""
 
 from __future__ import annotations
 

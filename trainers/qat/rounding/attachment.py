@@ -23,7 +23,7 @@ ATTRIBUTE = "quantization_attachment"
 
 @dataclass(kw_only=True, slots=True)
 class QuantizationState:
-    """Where quantization-aware training stands; one object for all layers of a model."""
+    """Progress of quantization-aware training; one object for all layers of a model."""
 
     enabled: bool = False
     """Whether forward passes round."""

@@ -23,7 +23,7 @@ _OBSERVED: tuple[InputRanges, ...] = ("minmax", "moving_average", "percentile", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QATConfig:
-    """Which numbers a model learns to live with, and from when on."""
+    """Numbers that a model learns to live with, and the step from which it does."""
 
     scheme: QuantizationScheme
     """The numbers of the checkpoint, as for post-training quantization; integer weights."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearRounding:
-    """How one linear layer is rounded at one step."""
+    """Rounding of one linear layer at one step."""
 
     weight: WeightRounding
     """Its matrix."""

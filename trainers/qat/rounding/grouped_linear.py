@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedRounding:
-    """How the matrices in one parameter [E, O, I] are rounded."""
+    """Rounding of the matrices in one parameter [E, O, I]."""
 
     weight: WeightRounding
     """Every matrix of a checkpoint."""

@@ -40,7 +40,7 @@ _SHOWN = 8
 
 @dataclass(kw_only=True)
 class CacheQuantizer:
-    """How the keys and values of one attention module are rounded; hangs on it as a plain attribute."""
+    """Rounding of the keys and values of one attention module; hangs on it as a plain attribute."""
 
     module: Any
     """The attention module."""

@@ -27,7 +27,7 @@ LEARNED = (WEIGHT_SCALE, WEIGHT_ZERO_POINT, INPUT_SCALE, INPUT_ZERO_POINT)
 
 @dataclass(kw_only=True)
 class LayerQuantizer:
-    """How one matrix is rounded; hangs on its module as a plain attribute, so that no key is added to a state dict."""
+    """Rounding of one matrix; hangs on its module as a plain attribute, so that no key is added to a state dict."""
 
     name: str
     """Of the layer in the checkpoint."""

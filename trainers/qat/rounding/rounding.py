@@ -45,7 +45,7 @@ WeightRule = Literal["minmax", "learned", "ternary", "binary"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRounding:
-    """How a matrix is rounded."""
+    """Rounding of a matrix."""
 
     quantization: WeightQuantization
     """Bits, symmetry and what shares a scale."""
