@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -21,7 +20,6 @@ from ..ds_configs.specs.settings import (
     LayoutSettings,
     TeacherPlacementSettings,
     TrainingSettings,
-    adapter_faults,
 )
 from .options import WriteOptions
 from .progress import note
@@ -94,7 +92,7 @@ def plan_command(
     if options.dry_run and not as_json:
         _show_settings(settings)
     try:
-        plan = _make_plan(model, settings, calibration=options.calibration, traced=options.trace_activations)
+        plan = _make_plan(model, settings, options)
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:
@@ -137,42 +135,22 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Comp
     return compared_layouts(model, hardware, job)
 
 
-def _make_plan(model: str, settings: PlanSettings, *, calibration: bool, traced: bool) -> Plan:
-    from ..plugins.planning.from_names import longest_training, plan
-    from ..plugins.planning.models import load_model_spec
+def _make_plan(model: str, settings: PlanSettings, options: PlanOptions) -> Plan:
+    from ..plugins.planning.from_names import plan
 
-    cluster = _hardware(settings)
-    teacher = load_model_spec(settings.teacher).spec if settings.teacher else None
-    loaded = load_model_spec(model, revision=settings.revision)
-    if settings.seq_len is None:
-        settings = settings.model_copy(update={"seq_len": longest_training(loaded, note)})
-    job = job_from_settings(settings, teacher)
-    measured: Literal["user"] | None = "user" if calibration else None
-    return plan(loaded, cluster, job, calibration=measured, trace_activations=traced, notify=note)
-
-
-def _hardware(settings: PlanSettings) -> HardwareSpec:
-    from ..plugins.planning.from_names import read_hardware
-
-    text = settings.hardware
-    if text is None:
+    if settings.hardware is None:
         raise UsageError(
             Fault(where="hardware", rule="is missing", fix="give --hardware, such as 8xA100-80GB, or local")
         )
-    wanted = settings.num_processes
-    if wanted is not None and not re.match(r"\d+x", text) and not text.endswith((".yaml", ".yml")):
-        text = text if text == "local" else f"{wanted}x{text}"
-    cluster = read_hardware(text, host_memory=settings.host_memory, nvme=settings.nvme)
-    if wanted is not None and wanted != cluster.world_size:
-        raise UsageError(
-            Fault(
-                where="num_processes",
-                value=wanted,
-                rule=f"must equal the {cluster.world_size} accelerators of {cluster.name}",
-                fix="leave it out",
-            )
-        )
-    return cluster
+    stated = {name: value for name, value in settings.stated().items() if name not in RunQuestions.model_fields}
+    return plan(
+        model,
+        stated.pop("hardware"),
+        calibration="user" if options.calibration else None,
+        trace_activations=options.trace_activations,
+        notify=note,
+        **stated,
+    )
 
 
 def _does_not_fit(error: PlanDoesNotFitError) -> dict[str, object]:
@@ -200,35 +178,3 @@ def _show_settings(settings: PlanSettings) -> None:
     from .show import show_settings
 
     show_settings(settings.model_dump(), settings.origins())
-
-
-def job_from_settings(settings: PlanSettings, teacher: ModelSpec | None) -> TrainingJob:
-    """Return the training job that the settings describe.
-
-    Raises:
-        UsageError: a teacher is placed and none is named, or adapters are described for a method without them.
-    """
-    faults = adapter_faults(settings, settings.method)
-    if teacher is None and settings.teacher_placement != "auto":
-        rule, fix = "places a teacher, and none is named", "give --teacher too"
-        faults.append(Fault(where="teacher_placement", value=settings.teacher_placement, rule=rule, fix=fix))
-    if faults:
-        raise UsageError(faults)
-    return TrainingJob(
-        seq_len_tokens=TrainingJob().seq_len_tokens if settings.seq_len is None else settings.seq_len,
-        micro_batch_size=None if settings.micro_batch_size == "auto" else settings.micro_batch_size,
-        **settings.layout(),
-        global_batch_size=settings.global_batch_size,
-        precision=settings.precision,
-        optimizer=settings.optimizer,
-        method=settings.method,
-        lora_rank=settings.lora_rank,
-        lora_targets=tuple(target.strip() for target in settings.lora_targets.split(",") if target.strip()),
-        gradient_checkpointing=settings.gradient_checkpointing,
-        strategy=settings.strategy,
-        offload=settings.offload,
-        loss=settings.loss,
-        objective=settings.objective,
-        teacher=teacher,
-        teacher_placement=settings.teacher_placement,
-    )

@@ -32,9 +32,9 @@ def quantized_weights_need_stage_three(candidate: Candidate) -> Fault | None:
         return None
     if candidate.strategy.zero_stage != 3:
         rule = "has an effect only with ZeRO-3, which gathers weights"
-        return Fault(where="quantized_weights", value=True, rule=rule, fix="use --strategy zero3 or zero3-hpz")
+        return Fault(where="zero_quantized_weights", value=True, rule=rule, fix="use --strategy zero3 or zero3-hpz")
     if candidate.hardware.gpu == "CPU":
-        return Fault(where="quantized_weights", value=True, rule="has no kernels for CPU ranks (DeepSpeed 0.19.8)")
+        return Fault(where="zero_quantized_weights", value=True, rule="has no kernels for CPU ranks (DeepSpeed 0.19.8)")
     return None
 
 
@@ -45,7 +45,7 @@ def quantized_gradients_cross_nodes(candidate: Candidate) -> Fault | None:
     ):
         return None
     rule = "has an effect only with ZeRO-3 on several nodes of GPUs"
-    return Fault(where="quantized_gradients", value=True, rule=rule, fix="use --strategy zero3 on several nodes")
+    return Fault(where="zero_quantized_gradients", value=True, rule=rule, fix="use --strategy zero3 on several nodes")
 
 
 def tensor_parallelism_with_fsdp2(candidate: Candidate) -> Fault | None:

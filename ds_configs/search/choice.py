@@ -12,7 +12,7 @@ from ..memory.estimate import MemoryEstimate
 from ..memory.rank_parameters import rank_parameters
 from ..specs.errors import Fault, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import OPTIMIZERS, TrainingJob, validate_job
+from ..specs.job import OPTIMIZERS, TrainingJob, job_faults
 from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy
 from ..specs.teacher_placement import TeacherChoice
@@ -101,7 +101,8 @@ def search(
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all faults together.
     """
-    validate_job(job)
+    if wrong := job_faults(job):
+        raise UsageError(wrong + _faults_beside(wrong, model, hardware, job))
     question = Question(model=model, hardware=hardware, job=job, activations=activations, calibration=calibration)
     faults: list[Fault] = []
     levels = candidate_levels(model, hardware, job)
@@ -117,6 +118,17 @@ def search(
     if not any(one.by_level for one in tried):
         raise UsageError(list(dict.fromkeys(faults)) or [_nothing_allowed(job)])
     return _outcome(taken, found, tried, question)
+
+
+def _faults_beside(wrong: list[Fault], model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Fault]:
+    """Return why no layout is legal, were the wrong values of a job the usual ones."""
+    named = {"seq_len_tokens" if fault.where == "seq_len" else fault.where for fault in wrong}
+    mended = replace(job, **{name: getattr(TrainingJob(), name) for name in named})
+    levels = candidate_levels(model, hardware, mended)
+    faults: list[Fault] = []
+    attempts = _attempts(levels, Question(model=model, hardware=hardware, job=mended))
+    legal = [_timed(levels, indices, asked, faults).by_level for asked, indices in attempts]
+    return [] if any(legal) else list(dict.fromkeys(faults))
 
 
 def _attempts(levels: list[Strategy], question: Question) -> list[tuple[Question, list[int]]]:

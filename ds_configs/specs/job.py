@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, get_args
 
-from .errors import Fault, UsageError
+from .errors import Fault
 from .model import ModelSpec
 from .teacher_placement import TeacherPlacementChoice
 
@@ -153,12 +153,8 @@ class TrainingJob:
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
 
 
-def validate_job(job: TrainingJob) -> None:
-    """Check the values of a job on their own.
-
-    Raises:
-        UsageError: all faults together.
-    """
+def job_faults(job: TrainingJob) -> list[Fault]:
+    """Return what is wrong with the values of a job on their own; each fault bears the name of the option."""
     faults = []
     for field, limit in (
         ("seq_len_tokens", 100_000_000),
@@ -171,7 +167,8 @@ def validate_job(job: TrainingJob) -> None:
         if value is None and field in ("micro_batch_size", "global_batch_size", *AXIS_FIELDS):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            faults.append(Fault(where=field, value=value, rule=f"must be an integer from 1 to {limit:,}"))
+            where = "seq_len" if field == "seq_len_tokens" else field
+            faults.append(Fault(where=where, value=value, rule=f"must be an integer from 1 to {limit:,}"))
     for field, choices in (
         ("precision", Precision),
         ("method", Method),
@@ -191,5 +188,4 @@ def validate_job(job: TrainingJob) -> None:
             faults.append(Fault(where=field, value=value, rule=f"must be one of {', '.join(allowed)}", fix=fix))
     if job.method != "full" and not job.lora_targets:
         faults.append(Fault(where="lora_targets", rule="must name at least one module", fix="use all-linear"))
-    if faults:
-        raise UsageError(faults)
+    return faults

@@ -48,6 +48,10 @@ class Settings(BaseModel):
         self._origins.update({name: origin for name, origin in origins.items() if name in type(self).model_fields})
         return self
 
+    def stated(self) -> dict[str, Any]:
+        """Return the options that some source stated, with their values."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
     def origins(self) -> dict[str, str]:
         """Return where each value comes from; what no source stated is a `default`."""
         return {name: self._origins.get(name, "default") for name in type(self).model_fields}
@@ -191,13 +195,13 @@ class LayoutSettings(Settings):
         return {name: None if value == "auto" else value for name, value in found.items()}
 
 
-def adapter_faults(settings: TrainingSettings, method: str) -> list[Fault]:
-    """Return the settings of LoRA that are stated for a method without it."""
+def adapter_faults(stated: Mapping[str, Any], method: str) -> list[Fault]:
+    """Return the options of LoRA that are stated for a method without it."""
     rule, fix = "needs adapters", "add --method lora, or drop it"
     return [
-        Fault(where=name, value=getattr(settings, name), rule=rule, fix=fix)
+        Fault(where=name, value=stated[name], rule=rule, fix=fix)
         for name in ("lora_rank", "lora_targets")
-        if name in settings.model_fields_set and method == "full"
+        if name in stated and method == "full"
     ]
 
 

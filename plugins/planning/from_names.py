@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -16,7 +17,7 @@ from ...ds_configs.plan.plan import Plan, make_plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
-from ...ds_configs.specs.settings import unknown_fault
+from ...ds_configs.specs.settings import adapter_faults, unknown_fault
 from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
 from .models import LoadedModel, load_model_spec
 
@@ -31,6 +32,9 @@ def plan(
     job: TrainingJob | None = None,
     *,
     revision: str | None = None,
+    host_memory: str | None = None,
+    nvme: str | None = None,
+    num_processes: int | None = None,
     calibration: Calibration | Literal["user"] | None = "user",
     trace_activations: bool = False,
     notify: Callable[[str], None] | None = None,
@@ -39,12 +43,12 @@ def plan(
     """Choose a strategy for a model on some hardware.
 
     `model` is a Hub id, a directory, a `config.json` or an already loaded model; `hardware` a name such as
-    `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`. `calibration` holds measured runs to learn from, by
-    default those that `shardwright calibrate` stored for this user. `trace_activations` traces a model without stored
-    activation coefficients, in minutes, where else an upper bound from its structure counts; a trace that fails falls
-    back to it. `notify` receives remarks while planning. Without a job sequences are as long as
-    `longest_training`. In place of a `job`, `words` are options of `shardwright plan`, such as `seq_len=2048,
-    method="lora"`.
+    `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`; `host_memory`, `nvme` and `num_processes` complete a name.
+    `calibration` holds measured runs to learn from, by default those that `shardwright calibrate` stored for this user.
+    `trace_activations` traces a model without stored activation coefficients, in minutes, where else an upper
+    bound from its structure counts; a trace that fails falls back to it. `notify` receives remarks while planning.
+    In place of a `job`, `words` are options of `shardwright plan`, such as `seq_len=2048, method="lora"`; without
+    either, sequences have 4,096 tokens, or as many as the model has positions for.
 
     Raises:
         UsageError: a name, value or combination cannot be used.
@@ -55,10 +59,11 @@ def plan(
     'zero2'
     """
     tell = notify or (lambda _: None)
+    completing = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
+    cluster = _cluster(hardware, {name: value for name, value in completing.items() if value is not None})
     loaded = load_model_spec(model, revision=revision) if isinstance(model, str) else model
-    cluster = read_hardware(hardware) if isinstance(hardware, str) else hardware
     if job is None and "seq_len" not in words:
-        words["seq_len"] = longest_training(loaded, tell)
+        words["seq_len"] = _longest_training(loaded, tell)
     wanted = job_from_words(words, job)
     for note in loaded.notes:
         tell(note)
@@ -78,7 +83,7 @@ def plan(
     )
 
 
-def longest_training(loaded: LoadedModel, tell: Callable[[str], None]) -> int:
+def _longest_training(loaded: LoadedModel, tell: Callable[[str], None]) -> int:
     """Return the tokens of a training sequence where none are asked for: 4,096, or fewer where the model ends."""
     usual = TrainingJob().seq_len_tokens
     stated = loaded.config.get("max_position_embeddings")
@@ -122,7 +127,7 @@ def job_from_words(words: Mapping[str, Any], job: TrainingJob | None = None) -> 
     """Return the training that options of `shardwright plan` describe, or the given one where there are none.
 
     Raises:
-        UsageError: names that are no options, or both a job and options.
+        UsageError: names that are no options, both a job and options, or options that belong to others not given.
     """
     if not words:
         return job or TrainingJob()
@@ -131,6 +136,10 @@ def job_from_words(words: Mapping[str, Any], job: TrainingJob | None = None) -> 
     if job is not None:
         rule, fix = "stands beside a TrainingJob", "state it there, or leave the job out"
         faults += [Fault(where=name, value=value, rule=rule, fix=fix) for name, value in words.items()]
+    faults += adapter_faults(words, words.get("method", "full"))
+    if words.get("teacher") is None and words.get("teacher_placement", "auto") != "auto":
+        rule, fix = "places a teacher, and none is named", "give --teacher too"
+        faults.append(Fault(where="teacher_placement", value=words["teacher_placement"], rule=rule, fix=fix))
     if faults:
         raise UsageError(faults)
     stated = {"seq_len_tokens" if name == "seq_len" else name: value for name, value in words.items()}
@@ -165,21 +174,38 @@ def installed_versions() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def read_hardware(text: str, *, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
-    """Return the cluster that a name, a YAML file or `local` describes.
+def _cluster(hardware: str | HardwareSpec, completing: Mapping[str, Any]) -> HardwareSpec:
+    if isinstance(hardware, str):
+        return read_hardware(hardware, **completing)
+    if completing:
+        rule, fix = "stands beside a HardwareSpec", "state it there"
+        raise UsageError([Fault(where=name, value=value, rule=rule, fix=fix) for name, value in completing.items()])
+    return hardware
+
+
+def read_hardware(
+    text: str, *, host_memory: str | None = None, nvme: str | None = None, num_processes: int | None = None
+) -> HardwareSpec:
+    """Return the cluster that a name, a YAML file or `local` describes; `num_processes` counts a kind such as `T4`.
 
     Raises:
-        UsageError: the name, the file or one of its values cannot be used.
+        UsageError: the name, the file or one of its values cannot be used, or describes another number of processes.
     """
     if text == "local":
         from .local_hardware import detect_hardware
 
-        return detect_hardware(host_memory=host_memory, nvme=nvme)
-    if text.endswith((".yaml", ".yml")):
+        cluster = detect_hardware(host_memory=host_memory, nvme=nvme)
+    elif text.endswith((".yaml", ".yml")):
         stated = read_yaml_mapping(Path(text), what="hardware")
         stated |= parse_overrides(host_memory=host_memory, nvme=nvme)
-        return hardware_from_mapping(stated, name=text)
-    return parse_hardware(text, host_memory=host_memory, nvme=nvme)
+        cluster = hardware_from_mapping(stated, name=text)
+    else:
+        counted = num_processes is None or re.match(r"\d+x", text)
+        cluster = parse_hardware(text if counted else f"{num_processes}x{text}", host_memory=host_memory, nvme=nvme)
+    if num_processes not in (None, cluster.world_size):
+        rule = f"must equal the {cluster.world_size} accelerators of {cluster.name}"
+        raise UsageError(Fault(where="num_processes", value=num_processes, rule=rule, fix="leave it out"))
+    return cluster
 
 
 def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:

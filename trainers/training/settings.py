@@ -57,7 +57,7 @@ class TrainJob(LaunchedJob):
 
 def train_settings_faults(settings: TrainSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
-    faults = dataset_faults(settings) + adapter_faults(settings, settings.method)
+    faults = dataset_faults(settings) + adapter_faults(settings.stated(), settings.method)
     if settings.plan is not None:
         rule, fix = "is what the plan decides", "drop it, or drop --plan and plan on the spot"
         faults += [

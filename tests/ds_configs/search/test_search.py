@@ -157,8 +157,12 @@ def test_illegal_combinations_name_the_rule(job, pattern):
 
 def test_all_faults_of_a_job_come_together():
     with pytest.raises(UsageError) as caught:
-        make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), TrainingJob(seq_len_tokens=-1, lora_rank=0, optimizer="x"))
-    assert {fault.where for fault in caught.value.faults} == {"seq_len_tokens", "lora_rank", "optimizer"}
+        wrong = TrainingJob(
+            seq_len_tokens=-1, lora_rank=0, optimizer="x", strategy="fsdp2", zero_quantized_weights=True
+        )
+        make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), wrong)
+    found = {fault.where for fault in caught.value.faults}
+    assert found == {"seq_len", "lora_rank", "optimizer", "zero_quantized_weights"}
 
 
 def test_bf16_on_hardware_without_it():

@@ -83,7 +83,7 @@ def distill_settings_faults(settings: DistillSettings) -> list[Fault]:
             for name in ("hidden_states", "attention", "on_policy")
             if getattr(settings, name)
         ]
-    faults += dataset_faults(settings) + adapter_faults(settings, settings.method)
+    faults += dataset_faults(settings) + adapter_faults(settings.stated(), settings.method)
     if cached and settings.teacher_cache is None:
         fix = "give --teacher-cache, a directory that cache-teacher wrote"
         faults.append(Fault(where="teacher_placement", value="cached", rule="needs a cache", fix=fix))

@@ -149,7 +149,7 @@ def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> Di
 
 def qat_settings_faults(settings: QATSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
-    faults = dataset_faults(settings) + adapter_faults(settings, settings.method)
+    faults = dataset_faults(settings) + adapter_faults(settings.stated(), settings.method)
     given = settings.model_fields_set
     if settings.teacher is None:
         fix = "add --teacher self, or drop it"
