@@ -61,6 +61,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what tests imported since: each training collects garbage, and walks all that is not left out."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Pass a test over whose marker `needs` names what this host lacks, and say how to get it."""
     for marker in item.iter_markers("needs"):

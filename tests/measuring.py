@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ GPU_RANK = RankMeasurement(
 )
 
 
+@cache
 def plan_on(hardware: str = "8xH100-80GB", **job: Any) -> Plan:
     """Llama-3.1-8B planned without measured runs."""
     return make_plan(LLAMA_8B, parse_hardware(hardware), TrainingJob(**job))

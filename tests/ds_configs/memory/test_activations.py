@@ -172,12 +172,15 @@ def test_the_planning_module_imports_no_torch() -> None:
 
 
 @pytest.mark.trace
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mixtral"])
-def test_stored_coefficients_are_those_of_the_installed_libraries(family: str) -> None:
+def test_stored_coefficients_are_those_of_the_installed_libraries() -> None:
+    """The derivation of one table; what all of them say is compared with real runs below.
+
+    GPT-2's last layer differs from the others, which a derivation from too few layers does not survive.
+    """
     from shardwright.plugins.activations.fit import derive_table
 
-    derived = derive_table(family, mode="bf16", adapter="none", attention="fused")
-    assert derived == load_coefficients()["tables"][family]["bf16"]["none"]["fused"]
+    derived = derive_table("gpt2", mode="bf16", adapter="none", attention="fused")
+    assert derived == load_coefficients()["tables"]["gpt2"]["bf16"]["none"]["fused"]
 
 
 def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str, *, checkpointing: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_store_listens_on_loopback_alone(how: str, alone: bool) -> None:
     """The other half fails when torch itself stays on loopback, and the workaround can go."""
     from shardwright.plugins.launching.launch import free_port
 
-    program = [sys.executable, "-c", PROGRAM, how, str(free_port())]
+    program = [os.environ["PYTHON_EXEC"], "-c", PROGRAM, how, str(free_port())]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
     listening = set(done.stdout.split())
     assert listening

