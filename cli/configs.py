@@ -95,10 +95,10 @@ def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions,
 
 
 def _list_recipes(*, as_json: bool) -> int:
-    from ..ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names, resolve_quantization
+    from ..ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
 
     recipes = [read_recipe(name) for name in recipe_names()]
-    resolved = [resolve_quantization(quantize_settings({}, recipe=recipe)) for recipe in recipes]
+    resolved = [quantize_settings({}, recipe=recipe).resolved() for recipe in recipes]
     if as_json:
         rows = [
             {"name": recipe.name, "scheme": run.scheme.name, "method": run.method, "purpose": recipe.purpose}

@@ -6,7 +6,7 @@ experts of a compressed-tensors checkpoint are unpacked while it is loaded, and 
     pack-quantized    loads, to the bit
     int-quantized     fails with a RuntimeError: only `weight_packed` is looked for
     left dense        found by no key, so that the model runs with random experts after a warning
-    zero points       fails likewise, see `plugins/llm_compressor/experts.py`
+    zero points       fails likewise, see `unloadable_expert_faults`
 
 Schemes that round activations would be int-quantized. Their experts are therefore packed with the same weights and keep
 their inputs in 16 bit, in a config group of their own, which vLLM reads by the name of a layer (`get_scheme_dict`).
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..specs.errors import Fault
 from .config_json import config_group, quantization_config
 from .layers import LinearLayer, with_named_heads
 from .scheme import QuantizationScheme
@@ -76,3 +77,22 @@ def mixture_remarks(scheme: QuantizationScheme, layers: Iterable[LinearLayer]) -
 
 def _is_int_quantized(scheme: QuantizationScheme) -> bool:
     return scheme.format == "int-quantized"
+
+
+def unloadable_expert_faults(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[Fault]:
+    """Return why experts among the layers that a scheme selects cannot be quantized so that Transformers loads them.
+
+    transformers 5.17.0, `integrations/compressed_tensors.py`: weights of experts are decompressed from `weight_packed`
+    alone and without `weight_zero_point`; loading anything else fails with a RuntimeError.
+    """
+    experts = [layer for layer in chosen if layer.is_expert]
+    if not experts or scheme.storage != "compressed-tensors":
+        return []
+    if not scheme.weights.symmetric:
+        rule = f"{len(experts)} matrices of experts would have zero points, which Transformers 5.17 cannot load"
+        return [Fault(where="scheme", value=scheme.name, rule=rule, fix="use a symmetric scheme such as W4A16")]
+    if scheme.format == "int-quantized":
+        rule = f"{len(experts)} matrices of experts would be stored as integers that Transformers 5.17 cannot load"
+        fix = f"use W{scheme.weights.bits}A16, whose codes are packed"
+        return [Fault(where="scheme", value=scheme.name, rule=rule, fix=fix)]
+    return []

@@ -23,6 +23,7 @@ from .methods import (
     default_method,
     needs_calibration,
 )
+from .resolved import ResolvedQuantization
 from .scheme import QuantizationScheme, RangeMethod, scheme_named
 
 
@@ -74,6 +75,34 @@ class QuantizeSettings(SchemeSettings):
     batch_size: int = Field(1, ge=1, description="Samples of one forward pass")
     seed: int = Field(0, ge=0, description="Of the choice of calibration rows")
 
+    def resolved(self) -> ResolvedQuantization:
+        """Return the scheme and the method that these settings ask for.
+
+        Raises:
+            UsageError: the scheme is unknown or cannot be changed so, or the method does not fit it; all together.
+        """
+        scheme = scheme_named(self.scheme)
+        faults: list[Fault] = []
+        try:
+            scheme = changed(
+                scheme,
+                group_size=self.group_size,
+                symmetric=self.symmetric,
+                ranges=self.ranges,
+                percentile=self.percentile,
+                ignore=self.ignore,
+                targets=self.targets,
+            )
+        except UsageError as error:
+            faults += error.faults
+        method, reason = self.method, "named"
+        if method is None:
+            method, reason = default_method(scheme, has_dataset=self.dataset is not None)
+        faults += method_faults(self, scheme=scheme, method=method)
+        if faults:
+            raise UsageError(faults)
+        return ResolvedQuantization(scheme=scheme, method=method, method_reason=reason)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -89,20 +118,6 @@ class Recipe:
     """Settings by name, not yet checked."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedQuantization:
-    """Settings that fit together."""
-
-    settings: QuantizeSettings
-    """As merged from all sources."""
-    scheme: QuantizationScheme
-    """The named scheme with what the settings change."""
-    method: MethodName
-    """The method, named or chosen."""
-    method_reason: str
-    """Why this method; `named` when the user named it."""
-
-
 def quantize_settings(stated: Mapping[str, Any], *, recipe: Recipe | None = None) -> QuantizeSettings:
     """Return a recipe's settings with what is stated beside it, which wins.
 
@@ -114,35 +129,6 @@ def quantize_settings(stated: Mapping[str, Any], *, recipe: Recipe | None = None
         UsageError: unknown keys and values that are not allowed, all together.
     """
     return settings_of(QuantizeSettings, {**({} if recipe is None else recipe.values), **stated})
-
-
-def resolve_quantization(settings: QuantizeSettings) -> ResolvedQuantization:
-    """Return the scheme and the method that settings ask for.
-
-    Raises:
-        UsageError: the scheme is unknown or cannot be changed so, or the method does not fit it; all together.
-    """
-    scheme = scheme_named(settings.scheme)
-    faults: list[Fault] = []
-    try:
-        scheme = changed(
-            scheme,
-            group_size=settings.group_size,
-            symmetric=settings.symmetric,
-            ranges=settings.ranges,
-            percentile=settings.percentile,
-            ignore=settings.ignore,
-            targets=settings.targets,
-        )
-    except UsageError as error:
-        faults += error.faults
-    method, reason = settings.method, "named"
-    if method is None:
-        method, reason = default_method(scheme, has_dataset=settings.dataset is not None)
-    faults += method_faults(settings, scheme=scheme, method=method)
-    if faults:
-        raise UsageError(faults)
-    return ResolvedQuantization(settings=settings, scheme=scheme, method=method, method_reason=reason)
 
 
 def method_faults(settings: QuantizeSettings, *, scheme: QuantizationScheme, method: MethodName) -> list[Fault]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ def quantize_with_auto_round(
     options: Mapping[str, Any],
     seed: int,
     report: ReportProgress,
+    stored_names: Collection[str] = (),
 ) -> CompressedModel | ForeignFormatModel:
     """Learn each rounding and each range by signed gradient descent, block by block (arXiv 2309.05516).
 
@@ -77,6 +78,7 @@ def quantize_with_auto_round(
         options: Fields of SignRound, and `format`: `compressed-tensors` (default), `gptq` or `awq`.
         seed: Of the order of samples.
         report: Told once for each block.
+        stored_names: Tensors of the checkpoint that the model came from, after which those of experts are named again.
 
     Raises:
         UsageError: unknown options, no samples, or layers that AutoRound leaves as they are.
@@ -111,7 +113,7 @@ def quantize_with_auto_round(
     if stored != "compressed-tensors":
         return ForeignFormatModel(model=model, quantized_layers=names, stored_format=stored, compressor=compressor)
     _hand_over(model, scheme, names)
-    return CompressedModel(model=model, quantized_layers=names)
+    return CompressedModel(model=model, quantized_layers=names, stored_names=stored_names)
 
 
 def equal_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -141,16 +143,9 @@ def _faults(
     options: Mapping[str, Any],
     stored: str,
 ) -> list[Fault]:
-    faults = [
-        Fault(
-            where="method_options",
-            value=name,
-            rule="is no option of autoround",
-            fix=f"known: format, {', '.join(_OPTIONS)}",
-        )
-        for name in options
-        if name != "format" and name not in _OPTIONS
-    ]
+    rule, fix = "is no option of autoround", f"known: format, {', '.join(_OPTIONS)}"
+    unknown = [name for name in options if name not in ("format", *_OPTIONS)]
+    faults = [Fault(where="method_options", value=name, rule=rule, fix=fix) for name in unknown]
     if stored not in _FORMATS:
         faults.append(Fault(where="method_options.format", value=stored, rule=f"must be one of {', '.join(_FORMATS)}"))
     weights = scheme.weights
@@ -212,13 +207,8 @@ def _compressor(
 
 def _upstream_scheme(weights: WeightQuantization) -> dict[str, Any]:
     size = {"channel": -1, "tensor": 0}.get(weights.strategy, weights.group_size)
-    return {
-        "bits": weights.bits,
-        "group_size": size,
-        "sym": weights.symmetric,
-        "data_type": "int",
-        "act_bits": 16,
-    }
+    named = {"bits": weights.bits, "group_size": size, "sym": weights.symmetric}
+    return {**named, "data_type": "int", "act_bits": 16}
 
 
 def _batches(rows: Sequence[Sequence[int]], batch_size: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from ...ds_configs.quantization.mixtures import layer_scheme, mixture_quantizati
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import TensorShape, packed_tensors, tensor_bytes
 from ...ds_configs.specs.errors import RefusedInputError
-from ..llm_compressor.loading import stored_tensors
+from ..transformers.quantization_source import stored_tensors
 
 _PACKED_PARTS = (
     "weight_packed",

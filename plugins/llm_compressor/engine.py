@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import Fault, UsageError
 from ..transformers.quantized_model import ReportProgress
+from .experts import restore_expert_names
 from .fixes import all_fixes
 from .journal import Journal, run_identity
 from .progress import Steps, count_parts
@@ -45,6 +46,8 @@ class EngineRequest:
     """Names model, text and settings of the run, so that a journal of another run is told apart."""
     seed: int = 0
     """Of everything random."""
+    stored_names: Collection[str] = ()
+    """Tensors of the checkpoint that the model came from, after which those of experts are named again."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,8 @@ class CompressedModel:
     """The same object as in the request."""
     quantized_layers: tuple[str, ...]
     """Names of the linear layers that were quantized."""
+    stored_names: Collection[str] = ()
+    """As in the request."""
 
     def save(self, directory: Path) -> None:
         """Compress the model in memory and write config and weights; can be called once."""
@@ -68,6 +73,7 @@ class CompressedModel:
                 vars(self.model).pop("save_pretrained", None)
         for name in _LEFTOVERS:
             (directory / name).unlink(missing_ok=True)
+        restore_expert_names(directory, self.stored_names)
 
 
 def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress) -> CompressedModel:
@@ -109,7 +115,8 @@ def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress)
             vars(request.model).pop("save_pretrained", None)
     request.model.eval()
     steps.done()
-    return CompressedModel(model=request.model, quantized_layers=_quantized_names(request.model))
+    names = _quantized_names(request.model)
+    return CompressedModel(model=request.model, quantized_layers=names, stored_names=request.stored_names)
 
 
 class _NoTokenizer:

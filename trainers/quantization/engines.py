@@ -47,7 +47,7 @@ def quantize_in_memory(
             device=device,
             options=prepared.settings.method_options,
         )
-    model = load_for_quantization(prepared.source, device=device)
+    model = load_for_quantization(prepared.source)
     if engine == "auto-round":
         return _auto_round(prepared, model, report)
     if engine == "shardwright":
@@ -70,6 +70,7 @@ def _llm_compressor(prepared: Prepared, model: Any, journal: Path | None, report
         journal=journal if prepared.calibration else None,
         run_key=run_key(prepared),
         seed=settings.seed,
+        stored_names=prepared.source.tensors.keys(),
     )
     return quantize_with_llm_compressor(request, report)
 
@@ -87,6 +88,7 @@ def _auto_round(prepared: Prepared, model: Any, report: ReportProgress) -> Quant
         options=settings.method_options,
         seed=settings.seed,
         report=report,
+        stored_names=prepared.source.tensors.keys(),
     )
 
 

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.write import output_faults
-from ...ds_configs.quantization.layers import (
-    DEFAULT_IGNORE,
-    LinearLayer,
-    scheme_faults,
-    scheme_remarks,
-    selected_layers,
-    with_named_heads,
-)
-from ...ds_configs.quantization.memory import QuantizationMemory, estimate_quantization_memory
+from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.quantization.memory import QuantizationMemory
 from ...ds_configs.quantization.methods import METHODS, MethodName, needs_calibration
-from ...ds_configs.quantization.recipe import QuantizeSettings, ResolvedQuantization, resolve_quantization
+from ...ds_configs.quantization.recipe import QuantizeSettings
+from ...ds_configs.quantization.resolved import ResolvedQuantization, SelectedQuantization
 from ...ds_configs.quantization.scheme import QuantizationScheme
-from ...ds_configs.quantization.sizes import checkpoint_bytes, tensor_bytes
+from ...ds_configs.quantization.sizes import tensor_bytes
 from ...ds_configs.specs.errors import DoesNotFitError, Fault, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.launching.notes import Notify
-from ...plugins.llm_compressor.experts import unloadable_expert_faults
-from ...plugins.llm_compressor.loading import QuantizationSource, open_source
+from ...plugins.transformers.quantization_source import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
+from ..evaluation.inputs import default_device
 from .journal import journal_faults
 
 _PACKAGES = {
@@ -49,14 +43,14 @@ _FEWEST_USEFUL_TOKENS = 1024
 class Prepared:
     """A quantization that can start; nothing was written for it."""
 
+    settings: QuantizeSettings
+    """As the user gave them."""
     source: QuantizationSource
     """The model's files."""
     resolved: ResolvedQuantization
     """Scheme and method, as asked for or chosen."""
-    scheme: QuantizationScheme
-    """The scheme with what this model needs left out."""
-    layers: tuple[LinearLayer, ...]
-    """Layers that will be quantized."""
+    selected: SelectedQuantization
+    """What they mean for the layers of this model."""
     tokenizer: Any
     """Splits the calibration text."""
     samples: Samples | None
@@ -69,9 +63,14 @@ class Prepared:
     """Size of the weights that will be written."""
 
     @property
-    def settings(self) -> QuantizeSettings:
-        """Settings as the user gave them."""
-        return self.resolved.settings
+    def scheme(self) -> QuantizationScheme:
+        """The scheme with what this model needs left out."""
+        return self.selected.scheme
+
+    @property
+    def layers(self) -> tuple[LinearLayer, ...]:
+        """Layers that will be quantized."""
+        return self.selected.layers
 
     @property
     def calibration(self) -> Sequence[dict[str, list[int]]]:
@@ -106,40 +105,44 @@ def prepare(
         faults += journal_faults(output_dir, resume=resume, force=force)
     resolved = source = None
     with collecting(faults):
-        resolved = resolve_quantization(settings)
+        resolved = settings.resolved()
     with collecting(faults):
         source = open_source(model, revision=revision)
     faults += [] if resolved is None else missing_engine_faults(resolved.method)
     if source is None or resolved is None:
         raise UsageError(faults)
-    scheme, own_format = _scheme_for(resolved, source), METHODS[resolved.method].engine == "shardwright"
-    layers = selected_layers(scheme, source.layers)
-    faults += scheme_faults(scheme, source.layers, layers)
-    faults += (_own_format_faults(resolved.method, layers) if own_format else []) + unloadable_expert_faults(
-        scheme, layers
+    selected = resolved.of_layers(
+        source.layers, default_ignore=source.default_ignore if settings.ignore is None else None
     )
+    faults += selected.faults()
     samples, tokenizer, seq_len = None, None, settings.seq_len
     with collecting(faults):
         tokenizer = load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
         samples, seq_len = _samples(settings, source, tokenizer, notify)
     if faults:
         raise UsageError(faults)
-    # Their dense export runs wherever dense weights do.
-    for remark in () if own_format else scheme_remarks(scheme, layers):
+    for remark in selected.remarks():
         notify(remark)
     prepared = Prepared(
+        settings=settings,
         source=source,
         resolved=resolved,
-        scheme=with_named_heads(scheme, layers),
-        layers=layers,
+        selected=selected,
         tokenizer=tokenizer,
         samples=samples,
         seq_len=seq_len,
-        memory=_memory(source, scheme, layers, resolved, samples, seq_len, device),
-        # Methods with a format of their own write dense weights beside it.
-        checkpoint_bytes=2 * tensor_bytes(source.tensors.values())
-        if own_format
-        else checkpoint_bytes(scheme, layers, source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32),
+        memory=selected.memory(
+            dimensions=source.dimensions,
+            weight_bytes=tensor_bytes(source.tensors.values()),
+            num_samples=settings.num_samples if samples is None else min(settings.num_samples, len(samples.train)),
+            seq_len=seq_len,
+            batch_size=settings.batch_size,
+            device="cpu" if (device or default_device()) == "cpu" else "cuda",
+            dtype=source.dtype,
+        ),
+        checkpoint_bytes=selected.checkpoint_bytes(
+            source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
+        ),
     )
     _check_capacity(prepared, output_dir)
     return prepared
@@ -153,26 +156,6 @@ def missing_engine_faults(method: MethodName) -> list[Fault]:
         for package in _PACKAGES.get(METHODS[method].engine, ())
         if find_spec(package) is None
     ]
-
-
-def _scheme_for(resolved: ResolvedQuantization, source: QuantizationSource) -> QuantizationScheme:
-    """Leave out what a model cannot lose, unless the user listed what to leave out."""
-    if resolved.settings.ignore is not None:
-        return resolved.scheme
-    own = tuple(name for name in source.default_ignore if name not in DEFAULT_IGNORE)
-    return replace(resolved.scheme, ignore=(*DEFAULT_IGNORE, *own))
-
-
-def _own_format_faults(method: MethodName, layers: Sequence[LinearLayer]) -> list[Fault]:
-    """Return the fault of experts, which are linear layers only while they are calibrated.
-
-    The format would name modules that a model made from its config does not have.
-    """
-    experts = [layer.name for layer in layers if layer.is_expert]
-    if not experts:
-        return []
-    rule = f"{method} stores plain linear layers alone, and {len(experts)} are parts of experts"
-    return [Fault(where="method", value=experts[0], rule=rule, fix="use --method gptq, or ignore experts")]
 
 
 def _samples(
@@ -196,33 +179,6 @@ def _samples(
     if min(found, settings.num_samples) * seq_len < _FEWEST_USEFUL_TOKENS:
         notify("the calibration text is very short: ranges and second moments will be noisy")
     return samples, seq_len
-
-
-def _memory(
-    source: QuantizationSource,
-    scheme: QuantizationScheme,
-    layers: Sequence[LinearLayer],
-    resolved: ResolvedQuantization,
-    samples: Samples | None,
-    seq_len: int,
-    device: str | None,
-) -> QuantizationMemory:
-    import torch
-
-    settings = resolved.settings
-    on_cpu = device == "cpu" if device is not None else not torch.cuda.is_available()
-    return estimate_quantization_memory(
-        layers=layers,
-        scheme=scheme,
-        method=resolved.method,
-        dimensions=source.dimensions,
-        weight_bytes=tensor_bytes(source.tensors.values()),
-        num_samples=settings.num_samples if samples is None else min(settings.num_samples, len(samples.train)),
-        seq_len=seq_len,
-        batch_size=settings.batch_size,
-        device="cpu" if on_cpu else "cuda",
-        dtype=source.dtype,
-    )
 
 
 def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:

@@ -13,7 +13,6 @@ from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.notes import Notify, OnProgress
-from ...plugins.llm_compressor.experts import restore_expert_names
 from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import ReportProgress
@@ -32,7 +31,6 @@ from ..verify.checkpoint import (
     arbitrary_rows,
     fail_output,
     reference_logits,
-    verify_checkpoint,
 )
 from .engines import quantize_in_memory
 from .inputs import Prepared, prepare
@@ -111,7 +109,6 @@ def run_prepared(
             layers = quantized.quantized_layers
             loads = getattr(quantized, "loads_in_transformers", True)
             quantized.save(staging)
-            restore_expert_names(staging, prepared.source.tensors)
             copy_companions(prepared.source.directory, staging)
             del quantized
         with _timed(seconds, "verifying"):
@@ -144,9 +141,8 @@ def run_prepared(
 def _verified(prepared: Prepared, staging: Path, reference: ReferenceLogits) -> Verification:
     """Verify the checkpoint; own formats lie beside a dense export, which is what loaders read."""
     engine = METHODS[prepared.resolved.method].engine
-    return verify_checkpoint(
+    return reference.verify(
         staging,
-        reference=reference,
         layers=prepared.layers,
         scheme=None if engine == "shardwright" else prepared.scheme,
         expected_bytes=prepared.checkpoint_bytes if engine in ("llm-compressor", "bitsandbytes") else None,

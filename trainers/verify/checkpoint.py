@@ -28,18 +28,6 @@ _SHOWN_KEYS = 5
 _LONGEST_SECONDS = 6 * 3600.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReferenceLogits:
-    """Logits of the model in memory for a few tokens."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    """Token ids of each row."""
-    logits: tuple[Any, ...]
-    """fp32 [S, V] of each row."""
-    device: str
-    """Where they were computed."""
-
-
 def arbitrary_rows(vocab_size: int, longest: int | None) -> list[list[int]]:
     """Return rows of token ids for models without a text, of at most the `longest` tokens that they have places for."""
     length = min(PROBE_TOKENS, longest or PROBE_TOKENS)
@@ -89,6 +77,61 @@ UNPROVEN = Verification(faults=(), largest_logit_difference=None, compared_token
 """For formats that Transformers does not load without further packages."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReferenceLogits:
+    """Logits of the model in memory for a few tokens."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    """Token ids of each row."""
+    logits: tuple[Any, ...]
+    """fp32 [S, V] of each row."""
+    device: str
+    """Where they were computed."""
+
+    def verify(
+        self,
+        directory: Path,
+        *,
+        layers: Sequence[LinearLayer],
+        scheme: QuantizationScheme | None,
+        expected_bytes: int | None = None,
+        tolerance: float = TOLERANCE,
+        timeout_seconds: float = _LONGEST_SECONDS,
+    ) -> Verification:
+        """Load a checkpoint in a fresh process and compare keys, stored layout and logits with those in memory.
+
+        Args:
+            directory: The checkpoint.
+            layers: The layers that were quantized.
+            scheme: How they are stored; `None` for a dense checkpoint.
+            expected_bytes: Bytes of all tensors as computed before; `None` leaves the sum unchecked.
+            tolerance: Largest allowed difference of a logit.
+            timeout_seconds: When the fresh process is given up.
+        """
+        faults = layout_differences(directory, scheme, layers, expected_bytes=expected_bytes)
+        packed = 0 if scheme is None or faults else len(layers)
+        difference = None
+        with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as work:
+            failure = _reload(directory, Path(work), self, timeout_seconds)
+            if failure:
+                faults.append(failure)
+            else:
+                found = json.loads((Path(work) / FACTS).read_text(encoding="utf-8"))
+                for key, names in found.items():
+                    if names:
+                        shown = ", ".join(names[:_SHOWN_KEYS])
+                        faults.append(f"{len(names)} {key.replace('_', ' ')} when reloaded: {shown}")
+                difference = _largest_difference(Path(work) / LOGITS, self)
+                if not difference <= tolerance:
+                    faults.append(f"reloaded logits differ by {difference:g}, more than {tolerance:g}")
+        return Verification(
+            faults=tuple(faults),
+            largest_logit_difference=difference,
+            compared_tokens=sum(map(len, self.tokens)),
+            packed_layers=packed,
+        )
+
+
 def reference_logits(model: Any, token_rows: Sequence[Sequence[int]]) -> ReferenceLogits:
     """Let the model in memory answer."""
     import torch
@@ -100,51 +143,6 @@ def reference_logits(model: Any, token_rows: Sequence[Sequence[int]]) -> Referen
             ids_1S = torch.tensor([list(row)], device=device)
             logits.append(model(input_ids=ids_1S).logits[0].float().cpu().contiguous())
     return ReferenceLogits(tokens=tuple(map(tuple, token_rows)), logits=tuple(logits), device=str(device))
-
-
-def verify_checkpoint(
-    directory: Path,
-    *,
-    reference: ReferenceLogits,
-    layers: Sequence[LinearLayer],
-    scheme: QuantizationScheme | None,
-    expected_bytes: int | None = None,
-    tolerance: float = TOLERANCE,
-    timeout_seconds: float = _LONGEST_SECONDS,
-) -> Verification:
-    """Load a checkpoint in a fresh process and compare keys, stored layout and logits.
-
-    Args:
-        directory: The checkpoint.
-        reference: What the model in memory answered.
-        layers: The layers that were quantized.
-        scheme: How they are stored; `None` for a dense checkpoint.
-        expected_bytes: Bytes of all tensors as computed before; `None` leaves the sum unchecked.
-        tolerance: Largest allowed difference of a logit.
-        timeout_seconds: When the fresh process is given up.
-    """
-    faults = layout_differences(directory, scheme, layers, expected_bytes=expected_bytes)
-    packed = 0 if scheme is None or faults else len(layers)
-    difference = None
-    with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as work:
-        failure = _reload(directory, Path(work), reference, timeout_seconds)
-        if failure:
-            faults.append(failure)
-        else:
-            found = json.loads((Path(work) / FACTS).read_text(encoding="utf-8"))
-            for key, names in found.items():
-                if names:
-                    shown = ", ".join(names[:_SHOWN_KEYS])
-                    faults.append(f"{len(names)} {key.replace('_', ' ')} when reloaded: {shown}")
-            difference = _largest_difference(Path(work) / LOGITS, reference)
-            if not difference <= tolerance:
-                faults.append(f"reloaded logits differ by {difference:g}, more than {tolerance:g}")
-    return Verification(
-        faults=tuple(faults),
-        largest_logit_difference=difference,
-        compared_tokens=sum(map(len, reference.tokens)),
-        packed_layers=packed,
-    )
 
 
 def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_seconds: float) -> str | None:

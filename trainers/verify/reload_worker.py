@@ -1,4 +1,4 @@
-"""The process behind `verify_checkpoint`: loads a checkpoint as a user would, and leaves what it answers in a file."""
+"""The process behind `ReferenceLogits.verify`: loads a checkpoint as a user would, and stores its answers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from shardwright.ds_configs.quantization.recipe import (
     quantize_settings,
     read_recipe,
     recipe_names,
-    resolve_quantization,
 )
 from shardwright.ds_configs.quantization.scheme import PRESETS
 from shardwright.ds_configs.specs.errors import UsageError
@@ -34,7 +33,7 @@ ASKED_FOR = {
 
 
 def resolved(**flags):
-    return resolve_quantization(quantize_settings(flags))
+    return quantize_settings(flags).resolved()
 
 
 def faults_of(**flags) -> dict[str, str]:
@@ -45,7 +44,7 @@ def faults_of(**flags) -> dict[str, str]:
 
 def test_gallery_holds_a_recipe_for_every_way_to_serve():
     assert set(recipe_names()) >= ASKED_FOR
-    used = {resolve_quantization(quantize_settings({}, recipe=read_recipe(name))).method for name in recipe_names()}
+    used = {quantize_settings({}, recipe=read_recipe(name)).resolved().method for name in recipe_names()}
     assert used >= {"rtn", "gptq", "awq", "smoothquant-gptq", "spqr", "bitsandbytes"}
 
 
@@ -62,7 +61,7 @@ def test_recipes_state_purpose_command_assumptions_and_source(name):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes_are_settings_that_fit_together_and_load_upstream(name):
-    run_settings = resolve_quantization(quantize_settings({}, recipe=read_recipe(name)))
+    run_settings = quantize_settings({}, recipe=read_recipe(name)).resolved()
     assert run_settings.method_reason == "named"
     if run_settings.scheme.storage == "compressed-tensors":
         UpstreamScheme.model_validate(config_group(run_settings.scheme))

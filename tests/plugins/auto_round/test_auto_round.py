@@ -15,7 +15,8 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.auto_round.engine import equal_rows, quantize_with_auto_round
 from shardwright.plugins.compressed_tensors.codes import dequantize, unpack_tensors
 from shardwright.plugins.compressed_tensors.layout import layout_differences
-from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
+from shardwright.plugins.llm_compressor.loading import load_for_quantization
+from shardwright.plugins.transformers.quantization_source import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from small_models import llama
 
@@ -47,7 +48,7 @@ def samples(count=4, length=16):
 
 def quantized(source, scheme, *, calibration=None, report=lambda step: None, **options):
     return quantize_with_auto_round(
-        load_for_quantization(source, device="cpu"),
+        load_for_quantization(source),
         byte_tokenizer(384),
         scheme,
         calibration=samples() if calibration is None else calibration,

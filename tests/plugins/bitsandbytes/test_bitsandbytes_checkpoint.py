@@ -12,7 +12,7 @@ from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.bitsandbytes.checkpoint import quantize_with_bitsandbytes
-from shardwright.plugins.llm_compressor.loading import open_source
+from shardwright.plugins.transformers.quantization_source import open_source
 from small_models import llama
 
 pytestmark = pytest.mark.slow

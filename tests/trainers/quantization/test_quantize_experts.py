@@ -15,7 +15,7 @@ from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.llm_compressor.experts import restore_expert_names
 from shardwright.plugins.llm_compressor.fixes import kept_conversion_mappings, torchvision_is_not_needed
-from shardwright.plugins.llm_compressor.loading import open_source
+from shardwright.plugins.transformers.quantization_source import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -123,7 +123,7 @@ def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
     from shardwright.plugins.llm_compressor.loading import load_for_quantization
 
     source = open_source(str(mixtures["mixtral"]))
-    model = load_for_quantization(source, device="cpu")
+    model = load_for_quantization(source)
     request = EngineRequest(model=model, tokenizer=None, scheme=scheme_named("W4A16"), method="rtn")
     quantize_with_llm_compressor(request, lambda step: None).save(tmp_path)
     written = names_in(tmp_path)
@@ -168,7 +168,7 @@ def test_other_models_of_the_process_keep_their_experts(mixtures, name):
         return model.state_dict()
 
     before = state()
-    load_for_quantization(open_source(str(mixtures[name])), device="cpu")
+    load_for_quantization(open_source(str(mixtures[name])))
     after = state()
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 

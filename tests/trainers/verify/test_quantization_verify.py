@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from shardwright.plugins.llm_compressor.loading import load_for_quantization, open_source
+from shardwright.plugins.llm_compressor.loading import load_for_quantization
+from shardwright.plugins.transformers.quantization_source import open_source
 from shardwright.trainers.verify.checkpoint import (
     TOLERANCE,
     UNPROVEN,
     Verification,
     fail_output,
     reference_logits,
-    verify_checkpoint,
 )
 from small_models import llama
 
@@ -35,7 +35,7 @@ def written(tmp_path_factory):
         place / "source"
     )
     source = open_source(str(place / "source"))
-    model = load_for_quantization(source, device="cpu")
+    model = load_for_quantization(source)
     request = EngineRequest(model=model, tokenizer=None, scheme=SCHEME, method="rtn")
     quantized = quantize_with_llm_compressor(request, lambda step: None)
     reference = reference_logits(quantized.model, TOKENS)
@@ -45,8 +45,7 @@ def written(tmp_path_factory):
 
 def verified(written, directory, **changes):
     _, layers, reference = written
-    given = {"reference": reference, "layers": layers, "scheme": SCHEME} | changes
-    return verify_checkpoint(directory, **given)
+    return reference.verify(directory, **{"layers": layers, "scheme": SCHEME} | changes)
 
 
 def damaged(written, tmp_path, change):

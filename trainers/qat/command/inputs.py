@@ -12,11 +12,11 @@ from ....ds_configs.quantization.layers import LinearLayer, scheme_remarks
 from ....ds_configs.quantization.mixtures import mixture_remarks
 from ....ds_configs.specs.errors import Fault, UsageError, collecting
 from ....plugins.launching.notes import Notify
-from ....plugins.llm_compressor.loading import QuantizationSource, open_source
 from ....plugins.peft.lora import add_lora
 from ....plugins.planning.from_names import plan as make_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
+from ....plugins.transformers.quantization_source import QuantizationSource, open_source
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples
 from ...runs.checkpoints import last_checkpoint

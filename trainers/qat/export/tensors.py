@@ -11,8 +11,8 @@ from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ....plugins.compressed_tensors.codes import StoredLayer, pack_tensors
 from ....plugins.deepspeed.gathering import gathered_parameters, training_device
-from ....plugins.llm_compressor.experts import router_modules
 from ....plugins.transformers.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
+from ....plugins.transformers.expert_layers import router_modules
 from ..rounding.attachment import Attachment, checkpoint_name
 from ..rounding.experts import expert_linear_layers, is_fused_experts
 from ..rounding.fake_quantized_linear import merged_weight

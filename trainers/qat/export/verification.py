@@ -23,7 +23,6 @@ from ...verify.checkpoint import (
     Verification,
     arbitrary_rows,
     reference_logits,
-    verify_checkpoint,
 )
 from ..rounding.attachment import Attachment, QuantizationState
 from ..rounding.experts import fake_quantize_experts, is_fused_experts
@@ -146,9 +145,7 @@ def proven(
         threads = torch.get_num_threads()
         # The process that loads the checkpoint splits its sums over as many threads, so that they round alike.
         with patch_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads):
-            proof = verify_checkpoint(
-                directory, reference=logits, layers=layers, scheme=attachment.scheme, tolerance=tolerance
-            )
+            proof = logits.verify(directory, layers=layers, scheme=attachment.scheme, tolerance=tolerance)
     else:
         faults = tuple(layout_differences(directory, attachment.scheme, layers))
         proof = replace(UNPROVEN, faults=faults, packed_layers=0 if faults else len(layers))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.legality.model_classes import model_class_faults
 from ....ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
-from ....ds_configs.quantization.mixtures import expert_scheme
+from ....ds_configs.quantization.mixtures import expert_scheme, unloadable_expert_faults
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....ds_configs.specs.errors import Fault, UsageError
-from ....plugins.llm_compressor.experts import router_modules, router_patterns, unloadable_expert_faults
+from ....plugins.transformers.expert_layers import router_modules, router_patterns
 from .attachment import ATTRIBUTE, Attachment, QuantizationState, checkpoint_name
 from .config import QATConfig
 from .experts import expert_linear_layers, experts_faults, fake_quantize_experts, is_fused_experts
