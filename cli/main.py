@@ -8,15 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-from itertools import pairwise
 from types import FrameType
 
 from cyclopts import App, CycloptsError, Parameter
 
 from .. import __version__
-from ..ds_configs.specs.errors import FaultsError, ShardwrightError
+from ..ds_configs.specs.errors import Fault, FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
-from .settings import Sources, resolve
+from .settings import Sources, asks_for_json, resolve
 from .streams import PRINTING, outlast_readers
 
 _COMMANDS = {
@@ -56,17 +55,27 @@ def build_app() -> App:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 does not fit, 4 refused input."""
+    app = build_app()
+
+    def report(code: int, message: str, faults: Sequence[Fault] = ()) -> int:
+        for line in message.splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        if asks_for_json(app, arguments):
+            listed = [{"where": f.where, "value": _plain(f.value), "rule": f.rule, "fix": f.fix} for f in faults]
+            print(json.dumps({"schema_version": 1, "error": {"exit_code": code, "message": message, "faults": listed}}))
+        return code
+
     try:
-        command, bound = resolve(build_app(), arguments)
+        command, bound = resolve(app, arguments)
         result = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
-        return _report(2, str(error).strip() or type(error).__name__, arguments)
+        return report(2, str(error).strip() or type(error).__name__)
     except ShardwrightError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
-        return _report(error.exit_code, str(error), arguments, error)
+        return report(error.exit_code, str(error), error.faults if isinstance(error, FaultsError) else ())
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:
@@ -82,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
         place = f"{error.filename}: " if error.filename else ""
-        code = _report(1, f"{place}{error.strerror or error}", arguments)
+        code = report(1, f"{place}{error.strerror or error}")
         try:
             sys.stdout.flush()
         except OSError:
@@ -95,23 +104,8 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _report(code: int, message: str, arguments: Sequence[str], error: ShardwrightError | None = None) -> int:
-    for line in message.splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    if _wants_json(arguments):
-        faults = error.faults if isinstance(error, FaultsError) else ()
-        listed = [{"where": f.where, "value": _plain(f.value), "rule": f.rule, "fix": f.fix} for f in faults]
-        print(json.dumps({"schema_version": 1, "error": {"exit_code": code, "message": message, "faults": listed}}))
-    return code
-
-
 def _plain(value: object) -> object:
     return value if isinstance(value, str | int | bool) or value is None else repr(value)
-
-
-def _wants_json(arguments: Sequence[str]) -> bool:
-    words = list(arguments)
-    return "--format=json" in words or ("--format", "json") in pairwise(words)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

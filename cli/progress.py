@@ -52,13 +52,16 @@ def progress_on_stderr(begins: str, elsewhere: OnProgress) -> Iterator[OnProgres
 
 def lines_at_times() -> OnProgress:
     """Return a function that prints how far something is, and what remains, at most every 15 seconds and at the end."""
-    first: tuple[float, int] | None = None
-    told = 0.0
+    began = told = 0.0
+    before = last = of = 0
 
     def on_progress(what: str, done: int, total: int) -> None:
-        nonlocal first, told
+        nonlocal began, told, before, last, of
         now = time.monotonic()
-        began, before = first = first or (now, done)
+        if total != of or done < last:
+            # Something else is being done: its pace is its own.
+            began, before = now, done
+        last, of = done, total
         if now - told < _SECONDS_BETWEEN_LINES and done < total:
             return
         told = now

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,17 +13,13 @@ from pydantic import Field
 
 from ..ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from .options import RunOptions
-from .progress import note, progress_on_stderr
+from .progress import lines_at_times, note, progress_on_stderr
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..plugins.launching.notes import OnProgress
-    from ..plugins.transformers.quantized_model import LayerProgress, ReportProgress
+    from ..plugins.transformers.quantized_model import LayerProgress
     from ..trainers.quantization.inputs import Prepared
     from ..trainers.quantization.report import QuantizationOutcome
-
-_SECONDS_BETWEEN_LINES = 15.0
-
 
 grouped(QuantizeSettings)
 
@@ -89,70 +83,18 @@ def quantize_command(
 def _run(prepared: Prepared, output_dir: Path, **how: Any) -> QuantizationOutcome:
     from ..trainers.quantization.journal import journal_directory
     from ..trainers.quantization.run import run_prepared
-    from .evaluate import stages_on_stderr
 
     try:
-        with (
-            redirect_stdout(sys.stderr),
-            layers_on_stderr() as report,
-            _lazily(progress_on_stderr("checking", stages_on_stderr)) as on_evaluation,
-        ):
-            return run_prepared(prepared, output_dir, notify=note, report=report, on_evaluation=on_evaluation, **how)
+        with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", lines_at_times()) as on_progress:
+
+            def report(step: LayerProgress) -> None:
+                on_progress(step.stage, step.index + 1, step.count)
+
+            return run_prepared(prepared, output_dir, notify=note, report=report, on_evaluation=on_progress, **how)
     except (KeyboardInterrupt, SystemExit):
         if journal_directory(output_dir).is_dir():
             note(f"finished layers are kept in {journal_directory(output_dir)}; go on with --resume")
         raise
-
-
-@contextmanager
-def _lazily(progress: AbstractContextManager[OnProgress]) -> Iterator[OnProgress]:
-    """Yield a function that opens a progress display when it is first called, so that two never share a terminal."""
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        opened: list[OnProgress] = []
-
-        def on_progress(stage: str, done: int, total: int) -> None:
-            if not opened:
-                opened.append(stack.enter_context(progress))
-            opened[0](stage, done, total)
-
-        yield on_progress
-
-
-@contextmanager
-def layers_on_stderr() -> Iterator[ReportProgress]:
-    """Yield a function that tells which layer is worked on: a bar on a terminal, else a line at times."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not sys.stderr.isatty():
-        yield _printed_layers()
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("reading the model", total=None)
-
-        def report(step: LayerProgress) -> None:
-            bar.update(task, description=step.stage, completed=step.index, total=step.count)
-            if step.stage == "done":
-                bar.stop()
-
-        yield report
-
-
-def _printed_layers() -> ReportProgress:
-    told = 0.0
-
-    def report(step: LayerProgress) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told < _SECONDS_BETWEEN_LINES and step.stage != "done":
-            return
-        told = now
-        print(f"note: {step.stage}, part {step.index + 1} of {step.count}", file=sys.stderr)
-
-    return report
 
 
 def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from inspect import BoundArguments
+from itertools import pairwise
 from typing import Any, TypeVar, get_origin
 
 from cyclopts import App, CycloptsError, Group, Parameter, Token
@@ -44,7 +45,7 @@ class Sources(Env):
         super().__init__(PREFIX, source="environment")
         self.faults: list[Fault] = []
         self.arguments = ArgumentCollection()  # type: ignore[no-untyped-call]
-        self._commands = [_variable(name) for name in commands]
+        self._commands = [name.upper().replace("-", "_") for name in commands]
 
     def _prefix(self, commands: tuple[str, ...]) -> str:
         return str(super()._prefix(commands)).replace("-", "_")
@@ -136,10 +137,6 @@ class Sources(Env):
             argument.append(Token(implicit_value=(), source=source))
 
 
-def _variable(command: str) -> str:
-    return command.upper().replace("-", "_")
-
-
 def _options(arguments: ArgumentCollection) -> dict[str, Argument]:
     """Return what can be stated by name, under each of its names."""
     return {
@@ -184,6 +181,15 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         if hasattr(value, "stated_by"):
             value.stated_by(origins)
     return command, bound
+
+
+def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
+    """Return whether some source states `--format json`; only the flags where the command could not be told."""
+    (sources,) = (source for source in app.config if isinstance(source, Sources))
+    stated = _options(sources.arguments).get("format")
+    if stated is not None and stated.tokens:
+        return stated.tokens[0].value == "json"
+    return "--format=json" in tokens or ("--format", "json") in pairwise(tokens)
 
 
 def _plain_switch(error: CycloptsError, tokens: Sequence[str]) -> list[str] | None:

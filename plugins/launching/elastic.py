@@ -29,10 +29,10 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """The end of a rank that did not end well by itself."""
+    """The end of a rank, or of the launcher itself, that did not end well by itself."""
 
-    rank: int
-    """Its number among all ranks."""
+    rank: int | None
+    """Its number among all ranks; `None` for the launcher."""
     message: str
     """The error of this package, else the exception with its type; empty after a signal."""
     traceback: str = ""
@@ -84,7 +84,8 @@ def first_cause(failures: Sequence[RankFailure]) -> tuple[str, int] | None:
         return None
     first = min(failures, key=lambda failure: failure.seconds)
     shown = f"\n{first.traceback.rstrip()}" if first.traceback else ""
-    return f"rank {first.rank}: {first.message}{shown}", first.exit_code
+    who = "the launcher" if first.rank is None else f"rank {first.rank}"
+    return f"{who}: {first.message}{shown}", first.exit_code
 
 
 def read_failures(file: Path) -> list[RankFailure]:
@@ -92,10 +93,13 @@ def read_failures(file: Path) -> list[RankFailure]:
     if not file.is_file():
         return []
     found = json.loads(file.read_text(encoding="utf-8"))
-    return [RankFailure(**each) for each in found] if isinstance(found, list) else _failures(0, 1, found)
+    if isinstance(found, list):
+        return [RankFailure(**each) for each in found]
+    # torchrun runs under torch's own `record`, which tells no fractions of a second.
+    return _failures(0 if "seconds" in found else None, 1, found)
 
 
-def _failures(rank: int, exit_code: int, data: Mapping[str, Any]) -> list[RankFailure]:
+def _failures(rank: int | None, exit_code: int, data: Mapping[str, Any]) -> list[RankFailure]:
     """Return the failure of one rank; none where its launcher ended it."""
     told = data.get("message")
     if isinstance(told, Mapping):

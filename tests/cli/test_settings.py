@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -223,6 +224,23 @@ def test_a_file_has_the_same_faults_for_every_command(
     assert len(found) == len(said), found
     for part in said:
         assert any(part in fault for fault in found), (part, found)
+
+
+def test_every_source_may_ask_for_errors_as_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("format: json")
+    wrong = ["plan", "nowhere", "--hardware", "nope"]
+    monkeypatch.setenv("SHARDWRIGHT_CHECK_FORMAT", "json")
+    assert (run(wrong), capsys.readouterr().out) == (2, "")
+    assert run([*wrong, "--config", str(file)]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == 2
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_FORMAT", "json")
+    for more in ([], ["--seq-len", "x"]):
+        assert run([*wrong, *more]) == 2
+        assert json.loads(capsys.readouterr().out)["error"]["faults"]
+    assert (run([*wrong, "--format", "human"]), capsys.readouterr().out) == (2, "")
 
 
 @pytest.mark.parametrize("command", list(TRIED))

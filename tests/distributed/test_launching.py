@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from shardwright.plugins.deepspeed.compiled_operators import (
     prepare_operators,
     stale_locks,
 )
-from shardwright.plugins.launching.elastic import RankFailure, first_cause
+from shardwright.plugins.launching.elastic import RankFailure, first_cause, read_failures
 from shardwright.plugins.launching.launch import (
     Launch,
     LaunchFailedError,
@@ -71,6 +72,19 @@ def test_the_first_exception_is_the_cause_unless_a_signal_killed_a_rank() -> Non
     assert first_cause([later]) == ("rank 0: RuntimeError: gloo\nTraceback ...", 1)
     message, code = first_cause([later, killed]) or ("", 0)
     assert message.startswith("rank 3 was killed by SIGKILL (the kernel does so when memory runs out)") and code == 1
+
+
+def test_an_exception_of_the_launcher_itself_is_no_ranks(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    def launcher() -> None:
+        raise TimeoutError("nobody came to the rendezvous")
+
+    file = tmp_path / "error.json"
+    with patch.dict(os.environ, {"TORCHELASTIC_ERROR_FILE": str(file)}), pytest.raises(TimeoutError):
+        record(launcher)()
+    message, code = first_cause(read_failures(file)) or ("", 0)
+    assert message.startswith("the launcher: TimeoutError: nobody came to the rendezvous\nTraceback") and code == 1
 
 
 RANKS = """

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import Fault, UsageError
@@ -47,6 +48,11 @@ class SampleStatistics:
     """Tokens to train on, without padding."""
     train_labels: int
     """Tokens with a label among them."""
+
+    @property
+    def source_name(self) -> str:
+        """The dataset as a published card names it: a file of this machine without its place."""
+        return Path(self.source).name if parse_source(self.source).is_local else self.source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

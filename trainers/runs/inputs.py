@@ -81,11 +81,12 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
     return found
 
 
-def evenly_held_out(samples: Samples, plan: Plan, settings: LaunchedSettings) -> Samples:
+def evenly_held_out(
+    samples: Samples, plan: Plan, settings: LaunchedSettings, *, batch_size: int | None = None
+) -> Samples:
     """Cut the held-out samples to whole batches on every rank: a last one would be filled up with copies."""
     found = samples.evaluation[: settings.evaluation_samples]
-    ranks = plan.hardware.world_size
-    at_once = ranks * evaluation_batch_size(plan, len(found))
+    at_once = plan.hardware.world_size * (batch_size or evaluation_batch_size(plan, len(found)))
     kept = found[: max(1, len(found) // at_once) * at_once]
     return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
 

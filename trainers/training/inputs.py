@@ -14,7 +14,14 @@ from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan as make_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, check_seq_len, load_config, load_tokenizer
-from ..runs.inputs import chosen_hardware, evenly_held_out, launch_faults, named_samples, training_job
+from ..runs.inputs import (
+    chosen_hardware,
+    evaluation_batch_size,
+    evenly_held_out,
+    launch_faults,
+    named_samples,
+    training_job,
+)
 from ..runs.run import PreparedTraining
 from ..runs.settings import run_output_faults
 from .report import TrainOutcome, TrainResult, train_file_names, train_files
@@ -78,7 +85,7 @@ def prepare_train(
         with collecting(faults):
             given = Plan.load(settings.plan)
             faults += _edited_faults(given, settings.plan)
-            settings = _as_planned(settings, given)
+            settings = _as_planned(settings, given, model)
     if given is not None or settings.plan is None:
         with collecting(faults):
             hardware = chosen_hardware(settings) if given is None else given.hardware
@@ -96,9 +103,15 @@ def prepare_train(
         raise UsageError(faults)
     assert hardware and loaded and tokenizer and samples, "what failed left a fault"
     plan = given or make_plan(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
-    if faults := planned_argument_faults(settings, plan):
+    faults = planned_argument_faults(settings, plan)
+    at_once = settings.arg.get("per_device_eval_batch_size")
+    most = evaluation_batch_size(plan, min(settings.evaluation_samples, len(samples.evaluation)))
+    if at_once is not None and at_once not in range(1, most + 1):
+        rule = f"must be from 1 to {most}, of which there are enough held-out samples for every rank"
+        faults.append(Fault(where="arg per_device_eval_batch_size", value=at_once, rule=rule, fix="drop it"))
+    if faults:
         raise UsageError(faults)
-    kept = evenly_held_out(samples, plan, settings)
+    kept = evenly_held_out(samples, plan, settings, batch_size=at_once)
     if cut := kept.statistics.cut_rows:
         notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")
     return PreparedTrain(settings=settings, model=model, plan=plan, samples=kept, tokenizer=tokenizer)
@@ -112,8 +125,8 @@ def _edited_faults(plan: Plan, place: str) -> list[Fault]:
     return [Fault(where=str(directory / name), rule=rule, fix=fix) for name in edited_files(plan, directory)]
 
 
-def _as_planned(settings: TrainSettings, plan: Plan) -> TrainSettings:
-    """Return the settings with what a plan was made for, so that reports state what ran.
+def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
+    """Return the settings with what a plan was made for, so that reports state what ran, from the planned commit.
 
     Raises:
         UsageError: the plan is for another command.
@@ -124,6 +137,7 @@ def _as_planned(settings: TrainSettings, plan: Plan) -> TrainSettings:
         raise UsageError(Fault(where="plan", value=settings.plan, rule=rule, fix="use distill, or plan without it"))
     return settings.model_copy(
         update={
+            "revision": settings.revision or (plan.model.revision if model == plan.model.name else None),
             "hardware": plan.hardware.name,
             "seq_len": job.seq_len_tokens,
             "precision": job.precision,

@@ -28,6 +28,11 @@ _OPTIONS_OF_ARGUMENTS = {
 """Keys of `TrainingArguments` that an option of the command states."""
 _ENGINE_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "parallelism_config", "use_cpu")
 """Keys of `TrainingArguments` through which another layout than the planned one would run."""
+_UNCOUNTED_ARGUMENTS = {
+    "dataloader_drop_last": "leaves out samples that the report counts as trained on",
+    "auto_find_batch_size": "would train on other batches than the planned ones",
+}
+"""Switches of `TrainingArguments` whose effect no report would show."""
 _PLANNED = frozenset(
     {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
     | {"seq_len", "precision", "method"}
@@ -76,6 +81,8 @@ def _argument_faults(stated: dict[str, Any]) -> list[Fault]:
         elif name in _ENGINE_ARGUMENTS:
             rule, fix = "would run another layout than the planned one", "use --strategy and the other options"
             faults.append(Fault(where=f"arg {name}", value=value, rule=rule, fix=fix))
+        elif value and (rule := _UNCOUNTED_ARGUMENTS.get(name, "")):
+            faults.append(Fault(where=f"arg {name}", value=value, rule=rule, fix="drop it"))
     return faults + _tracker_faults(stated.get("report_to"))
 
 

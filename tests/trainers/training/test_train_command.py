@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import shardwright
 from cards import read_card
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
+from runnable_blocks import prepare
+from shardwright.cli.main import run
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.trainers.training.settings import TrainJob
 
@@ -58,6 +61,8 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
         (("--arg", "learning_rate=0.1"), "arg learning_rate = 0.1: has an option of its own; use --learning-rate"),
         (("--arg", "deepspeed=mine.json"), "would run another layout than the planned one"),
         (("--arg", "bf16=true"), "arg bf16 = True: is what the plan decides"),
+        (("--arg", "dataloader_drop_last=true"), "leaves out samples that the report counts as trained on; drop it"),
+        (("--arg", "per_device_eval_batch_size=99"), "arg per_device_eval_batch_size = 99: must be from 1 to"),
         (("--arg", "report_to=nowhere"), "arg report_to = 'nowhere': is no tracker that Transformers finds here"),
         (("--text-column", "body"), "text_column = 'body': is no column of python-help#8; it has text"),
         (("--lora-rank", 4), "lora_rank = 4: needs adapters"),
@@ -93,6 +98,18 @@ def test_an_edited_plan_is_refused_and_a_revision_is_an_option(train: Shell, mod
     found = train(model, *OUT, "--dataset", "python-help#8", "--plan", "plan", "--revision", "main")
     assert found.code == 2 and "plan/accelerate.yaml: was edited, and train runs the plan as it was" in found.err
     assert "revision = 'main': is what the plan decides" not in found.err
+
+
+def test_a_plan_trains_the_commit_that_it_was_made_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path, monkeypatch)
+    name, commit = "openai-community/gpt2", "0" * 40
+    plan = shardwright.plan(name, "1xCPU", TrainingJob(seq_len_tokens=32, precision="fp32"))
+    assert plan.model.revision not in (None, commit)
+    replace(plan, model=replace(plan.model, revision=commit)).write("plan")
+    assert run(["train", name, *OUT, "--dataset", "python-help#8", "--plan", "plan"]) != 0
+    assert "config.json is not cached" in capsys.readouterr().err, "that of main is, and has no tokenizer"
 
 
 def test_a_plan_is_run_on_chats_with_adapters(
