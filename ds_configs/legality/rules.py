@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from ..specs.errors import Fault
 from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS
 from ..specs.model import targeted_linears
 from .candidate import Candidate, Rule, one_of
 from .combinations import columns_of, incompatibility_faults
-from .parallel_rules import AXIS_RULES, PARALLEL_RULES
+from .parallel_rules import AXIS_RULES, PARALLEL_RULES, AxisRule, pipeline_parallelism
 
 
 def sizes_are_positive(candidate: Candidate) -> Fault | None:
@@ -272,8 +274,28 @@ RULES: tuple[Rule, ...] = (
 """All rules, in the order in which they are checked."""
 
 
+SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_equation)
+"""Rules that hold for any layout, whether something runs it or not."""
+
+BATCH_RULES: tuple[Rule | AxisRule, ...] = (sizes_are_positive, batch_equation, pipeline_parallelism)
+"""Rules that read the micro-batch or its accumulation."""
+
+LAYOUT_RULES: tuple[Rule | AxisRule, ...] = tuple(
+    rule for rule in (*RULES, *AXIS_RULES, settings_are_proven) if rule not in BATCH_RULES
+)
+"""All others: what they say of a layout holds for each of its batches."""
+
+
+def broken_rules(rules: Iterable[Rule | AxisRule], candidate: Candidate) -> Iterator[Fault]:
+    """Yield the faults of a candidate by some rules."""
+    for rule in rules:
+        found = rule(candidate)
+        if isinstance(found, list):
+            yield from found
+        elif found is not None:
+            yield found
+
+
 def legality_faults(candidate: Candidate) -> tuple[Fault, ...]:
     """Return every rule that the candidate violates; empty when it is legal."""
-    found = [fault for rule in RULES if (fault := rule(candidate)) is not None]
-    found += [fault for rule in (*AXIS_RULES, settings_are_proven) for fault in rule(candidate)]
-    return tuple(found)
+    return tuple(broken_rules((*RULES, *AXIS_RULES, settings_are_proven), candidate))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec, lora_parameter_count
@@ -78,6 +79,7 @@ def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Strategy | Non
     return max((share_parameters(share.model, job, ep=strategy.ep) for share in shares), key=lambda p: p.trainable)
 
 
+@lru_cache(maxsize=4096)
 def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> RankParameters:
     """Return what a rank trains and keeps frozen that holds all of `model`, its experts under expert parallelism."""
     total, layers = model.parameter_count, max(1, model.dimensions.num_layers)

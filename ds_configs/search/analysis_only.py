@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ..legality.candidate import Candidate
-from ..legality.rules import batch_equation, sizes_are_positive, world_is_the_product
 from ..memory.buffers import default_zero_options
-from ..specs.errors import Fault
 from ..specs.strategy import Strategy
 from .axis_levels import three_dimensional
 from .fastest import WITHIN, Search, search_fastest
@@ -29,7 +26,7 @@ def best_three_dimensional(question: Question, *, faster_than: float) -> tuple[V
     for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
         found = [
             one
-            for one in variants(strategy, asked, index, [], _sizes_only)
+            for one in variants(strategy, asked, index, None, sizes_only=True)
             if WITHIN * one.tokens_per_second > faster_than
         ]
         if found:
@@ -42,8 +39,3 @@ def best_three_dimensional(question: Question, *, faster_than: float) -> tuple[V
     if best is None or WITHIN * best.tokens_per_second <= faster_than:
         return None
     return best, reasons[best.level]
-
-
-def _sizes_only(candidate: Candidate) -> tuple[Fault, ...]:
-    found = (rule(candidate) for rule in (sizes_are_positive, world_is_the_product, batch_equation))
-    return tuple(fault for fault in found if fault is not None)

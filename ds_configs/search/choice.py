@@ -80,7 +80,7 @@ class Outcome:
     job: TrainingJob
     """The job with the loss that was chosen."""
     candidates: int = 0
-    """Variants whose time was predicted."""
+    """Legal variants of all layouts."""
     estimated: int = 0
     """Variants whose memory was estimated."""
 
@@ -110,7 +110,7 @@ def search(
     taken, found = None, Search(by_level={}, partial=False)
     tried: list[Search] = []
     for asked, indices in attempts:
-        found = _timed(levels, indices, asked, faults)
+        found = _legal(levels, indices, asked, faults)
         tried.append(found)
         taken = _preferred(found, job)
         if taken is not None:
@@ -127,8 +127,43 @@ def _faults_beside(wrong: list[Fault], model: ModelSpec, hardware: HardwareSpec,
     levels = candidate_levels(model, hardware, mended)
     faults: list[Fault] = []
     attempts = _attempts(levels, Question(model=model, hardware=hardware, job=mended))
-    legal = [_timed(levels, indices, asked, faults).by_level for asked, indices in attempts]
+    legal = [_legal(levels, indices, asked, faults).by_level for asked, indices in attempts]
     return [] if any(legal) else list(dict.fromkeys(faults))
+
+
+def anything_fits(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    *,
+    activations: ActivationSource | None = None,
+    calibration: Calibration | None = None,
+) -> bool:
+    """Return whether `search` would choose a layout, which takes far less time to tell than which one.
+
+    Raises:
+        UsageError: the job is invalid.
+    """
+    if wrong := job_faults(job):
+        raise UsageError(wrong)
+    question = Question(model=model, hardware=hardware, job=job, activations=activations, calibration=calibration)
+    everywhere = hardware.world_size * hardware.gpu_bytes
+    everywhere += hardware.nodes * (hardware.host_bytes_per_node + hardware.nvme_bytes_per_node)
+    if _least_bytes(model, job) > everywhere:
+        return False
+    levels = candidate_levels(model, hardware, job)
+    for asked, indices in _attempts(levels, question):
+        for index in indices:
+            found = _legal(levels, [index], asked, [])
+            if found.by_level and found.possible(index):
+                return True
+    return False
+
+
+def _least_bytes(model: ModelSpec, job: TrainingJob) -> int:
+    """Bytes that any layout keeps somewhere: master weights, optimizer states, 16-bit gradients, frozen weights."""
+    parameters = rank_parameters(model, job)
+    return parameters.trainable * (6 + OPTIMIZERS[job.optimizer].state_bytes_per_parameter) + parameters.frozen_bytes
 
 
 def _attempts(levels: list[Strategy], question: Question) -> list[tuple[Question, list[int]]]:
@@ -145,14 +180,10 @@ def _attempts(levels: list[Strategy], question: Question) -> list[tuple[Question
 def _usable(levels: list[Strategy], question: Question) -> list[int]:
     """Return the layouts to try: without offload no division of states helps that all accelerators cannot hold.
 
-    At least fp32 master weights, optimizer states and 16-bit gradients of what is trained. Nor do unasked axes mend a
-    batch that the ranks do not divide: the user is told the nearest that they do.
+    Nor do unasked axes mend a batch that the ranks do not divide: the user is told the nearest that they do.
     """
     job, hardware = question.job, question.hardware
-    parameters = rank_parameters(question.model, job)
-    states = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
-    least = parameters.trainable * (6 + states) + parameters.frozen_bytes
-    apart = least > hardware.gpu_bytes * hardware.world_size
+    apart = _least_bytes(question.model, job) > hardware.gpu_bytes * hardware.world_size
     refused = _plain_layouts_are_illegal(levels, job)
 
     def useful(level: Strategy) -> bool:
@@ -175,19 +206,16 @@ def _fixed(level: Strategy, job: TrainingJob) -> bool:
     return all((job.axis_sizes[axis] or 1) == size for axis, size in level.axes.items())
 
 
-def _timed(levels: list[Strategy], indices: list[int], question: Question, faults: list[Fault]) -> Search:
-    """Return all legal variants of the layouts with their times, fastest first in each."""
+def _legal(levels: list[Strategy], indices: list[int], question: Question, faults: list[Fault]) -> Search:
+    """Return all legal variants of the layouts."""
     questions = losses(question)
     by_level: dict[int, list[Variant]] = {}
-    timed = 0
     for index in indices:
         unasked = bool(levels[index].axes) and not _fixed(levels[index], question.job)
-        found = list(variants(levels[index], questions, index, [] if unasked else faults))
-        timed += len(found)
+        found = list(variants(levels[index], questions, index, None if unasked else faults))
         if found:
-            by_level[index] = sorted(found, key=lambda one: (-one.tokens_per_second, one.complexity))
-    partial = question.job.gradient_checkpointing == "auto"
-    return Search(by_level=by_level, partial=partial, timed=timed)
+            by_level[index] = found
+    return Search(by_level=by_level, partial=question.job.gradient_checkpointing == "auto")
 
 
 def _preferred(found: Search, job: TrainingJob) -> Variant | None:
@@ -221,7 +249,7 @@ def _outcome(taken: Variant | None, found: Search, tried: list[Search], question
         rejected=(*better, *rejected),
         pareto=tuple(_pareto_point(variant) for variant in frontier(found.fitting)),
         job=question.job if taken is None else replace(question.job, loss=taken.job.loss),
-        candidates=sum(one.timed for one in tried),
+        candidates=sum(len(found) for one in tried for found in one.by_level.values()),
         estimated=sum(one.estimated for one in tried),
     )
 
@@ -282,13 +310,13 @@ def _for_comparison(found: Search, taken: Variant | None) -> list[Variant]:
         known = best_of.get(variant.level)
         if known is None or variant.tokens_per_second > known.tokens_per_second:
             best_of[variant.level] = variant
-    for level, timed in found.by_level.items():
+    for level in found.by_level:
         if taken is not None and level == taken.level:
             continue
         if not found.possible(level):
             shown.append(found.leanest[level])
             continue
-        known = best_of.get(level)
+        known, timed = best_of.get(level), found.fastest_first(level)
         for variant in timed[:_MOST_TRIED_FOR_COMPARISON] if not timed[0].strategy.axes else ():
             if known is not None and variant.tokens_per_second <= known.tokens_per_second:
                 break

@@ -1,9 +1,9 @@
 """The fastest variant that fits, best first: memory is estimated only for what could still be taken.
 
-All variants are timed, which is arithmetic on a few numbers, and taken up in the order of their predicted tokens per
-second. A layout is left out as a whole when its leanest variant does not fit. A variant that fits only with
-recomputation comes back with the fewest layers that make it fit, at the speed that it then has; until that is known it
-stands at the speed of one recomputed layer, which no count of layers exceeds.
+A layout is left out as a whole when its leanest variant does not fit. All variants of the others are timed, which is
+arithmetic on a few numbers, and taken up in the order of their predicted tokens per second. A variant that fits only
+with recomputation comes back with the fewest layers that make it fit, at the speed that it then has; until that is
+known it stands at the speed of one recomputed layer, which no count of layers exceeds.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ class Search:
     """Layouts that have been looked at."""
 
     by_level: dict[int, list[Variant]]
-    """All variants of each layout, fastest first."""
+    """All variants of each layout."""
     partial: bool
     """Whether recomputing some of the layers may be tried."""
     fitting: list[Variant] = field(default_factory=list)
     """Variants whose memory was estimated and suffices."""
     leanest: dict[int, Variant] = field(default_factory=dict)
     """The variant of each layout that needs least."""
-    timed: int = 0
-    """Variants that were timed."""
     estimated: int = 0
     """Variants whose memory was estimated."""
+    _ordered: dict[int, list[Variant]] = field(default_factory=dict)
+
+    def fastest_first(self, level: int) -> list[Variant]:
+        """Return the variants of a layout by their speed, of equal ones the simplest first."""
+        if level not in self._ordered:
+            self._ordered[level] = sorted(self.by_level[level], key=_order)
+        return self._ordered[level]
 
     def fits(self, variant: Variant) -> bool:
         """Whether a variant's memory suffices; remembered when it does."""
@@ -60,10 +65,14 @@ class Search:
         chunked = [one for one in recomputing if one.job.loss == "chunked"] or recomputing
         tightest = [one for one in chunked if one.complexity[3]] or chunked
         smallest = min(one.strategy.micro_batch_size for one in tightest)
-        found = [one for one in tightest if one.strategy.micro_batch_size == smallest][:1]
-        found += [one for one in tightest if one.strategy.gradient_accumulation_steps == 1][:1]
+        found = [min((one for one in tightest if one.strategy.micro_batch_size == smallest), key=_order)]
+        found += sorted((one for one in tightest if one.strategy.gradient_accumulation_steps == 1), key=_order)[:1]
         self.estimated += len(found)
         return found
+
+
+def _order(variant: Variant) -> tuple[float, tuple[int, int, bool, bool]]:
+    return -variant.tokens_per_second, variant.complexity
 
 
 def shortage(variant: Variant) -> int:
@@ -83,7 +92,8 @@ def search_fastest(found: Search, levels: Iterable[int]) -> Variant | None:
         heapq.heappush(heap, (-bound, variant.complexity, order, state, variant))
 
     for level in levels:
-        for variant in found.by_level[level]:
+        # Nothing of a layout whose leanest variant does not fit needs to be timed.
+        for variant in found.fastest_first(level) if found.possible(level) else ():
             push(variant, "whole", variant.tokens_per_second)
     best: float | None = None
     near: list[Variant] = []
@@ -91,8 +101,6 @@ def search_fastest(found: Search, levels: Iterable[int]) -> Variant | None:
         bound, _, _, state, variant = heapq.heappop(heap)
         if best is not None and -bound < WITHIN * best:
             break
-        if not found.possible(variant.level):
-            continue
         if state == "some layers":
             fewest = fewest_layers(found, variant)
             if fewest is not None:

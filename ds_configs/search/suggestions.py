@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpu
 from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
-from .choice import Outcome, search
+from .choice import Outcome, anything_fits, search
 from .reasons import display_name
 
 _MOST = 3
@@ -22,6 +22,10 @@ _LEAST_GAIN = 1.05
 """Times faster from which on a change is worth a word."""
 _LARGEST_WORLD = 4096
 _SHORTEST_SEQUENCE = 512
+
+
+Change = tuple[str, HardwareSpec, TrainingJob]
+"""A flag with the hardware and the job that it leads to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +60,19 @@ def cheapest_changes(
     sequence length, so with it no change of the sequence is tried.
     """
     found: list[Suggestion] = []
+
+    def fits(change: Change) -> bool:
+        _, cluster, changed = change
+        try:
+            return anything_fits(model, cluster, changed, activations=activations, calibration=calibration)
+        except ShardwrightError:
+            return False
+
     for changes, most in _kinds(hardware, job, traced=activations is not None):
         wanted = min(_MOST, len(found) + most)
-        for change, changed_hardware, changed_job in changes:
-            if len(found) == wanted:
-                break
+        if len(found) == wanted:
+            continue
+        for change, changed_hardware, changed_job in _fitting(changes, fits):
             try:
                 outcome = search(model, changed_hardware, changed_job, activations=activations, calibration=calibration)
             except ShardwrightError:
@@ -75,7 +87,37 @@ def cheapest_changes(
                         capacity_bytes=gpu.capacity_bytes,
                     )
                 )
+            if len(found) == wanted:
+                break
     return tuple(found)
+
+
+def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Iterator[Change]:
+    """Yield the changes that fit, in their order.
+
+    The last one of a kind has most memory. Where not even that fits, nothing that has less of everything is tried, as
+    long as no batch forbids larger clusters.
+    """
+    failed: list[HardwareSpec] = []
+    remaining = list(changes)
+    for index, change in enumerate(remaining):
+        _, cluster, job = change
+        last = remaining[-1][1]
+        grows = job.global_batch_size is None and cluster != last
+        if index == 1 and grows and not fits(remaining[-1]):
+            failed.append(last)
+        if any(_has_no_more(cluster, other) for other in failed):
+            continue
+        if fits(change):
+            yield change
+        elif grows:
+            failed.append(cluster)
+
+
+def _has_no_more(cluster: HardwareSpec, other: HardwareSpec) -> bool:
+    """Whether a cluster has as many nodes and accelerators as another and as much memory, or less."""
+    names = ("nodes", "gpus_per_node", "gpu_bytes", "host_bytes_per_node", "nvme_bytes_per_node", "supports_bf16")
+    return all(getattr(cluster, name) <= getattr(other, name) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +159,6 @@ def faster_changes(outcome: Outcome, model: ModelSpec, hardware: HardwareSpec) -
         if ratio > _LEAST_GAIN:
             found.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
     return tuple(found)
-
-
-Change = tuple[str, HardwareSpec, TrainingJob]
 
 
 def _kinds(hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterator[tuple[Iterator[Change], int]]:

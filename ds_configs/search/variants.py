@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 from ..legality.candidate import Candidate
-from ..legality.rules import legality_faults
+from ..legality.rules import BATCH_RULES, LAYOUT_RULES, SIZE_RULES, broken_rules, legality_faults
 from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
 from ..memory.estimate import MemoryEstimate, estimate_memory
@@ -27,9 +28,6 @@ every product large (Megatron-LM, arXiv 2104.04473), and what trains well is the
 
 LARGEST_MICRO_BATCH_TOKENS = 65_536
 """Tokens of one micro-batch beyond which nothing grows faster."""
-
-Judge = Callable[[Candidate], tuple[Fault, ...]]
-"""Returns what makes a candidate illegal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +51,19 @@ class Variant:
     question: Question
     level: int
     """Position of the layout among all."""
-    time: StepTime
-    """Predicted time of its step."""
+    lean: bool = False
+    """Whether its buffers are smaller than DeepSpeed's defaults."""
 
     @property
     def job(self) -> TrainingJob:
         """The job with everything resolved."""
         return self.question.job
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Predicted time of its step, estimated when it is asked for."""
+        asked = self.question
+        return estimate_step_time(self.strategy, asked.model, asked.hardware, asked.job)
 
     @cached_property
     def memory(self) -> MemoryEstimate:
@@ -82,21 +86,12 @@ class Variant:
     @cached_property
     def complexity(self) -> tuple[int, int, bool, bool]:
         """Number of mechanisms that the layout uses; buffers below DeepSpeed's defaults come last."""
-        asked, lean = self.question, False
-        if self.strategy.zero_stage:
-            lean = lean_variant(self.strategy, asked.model, asked.job) == self.strategy
-        return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), lean
+        return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), self.lean
 
     def with_recomputed(self, layers: int | None) -> Variant:
         """Return the same layout that recomputes its first `layers` (of each stage); `None` for all."""
         strategy = replace(self.strategy, gradient_checkpointing=True, checkpointed_layers=layers)
-        return timed(strategy, self.question, self.level)
-
-
-def timed(strategy: Strategy, question: Question, level: int) -> Variant:
-    """Return a variant with its predicted time."""
-    time = estimate_step_time(strategy, question.model, question.hardware, question.job)
-    return Variant(strategy=strategy, question=question, level=level, time=time)
+        return replace(self, strategy=strategy)
 
 
 def losses(question: Question) -> list[Question]:
@@ -112,28 +107,50 @@ def losses(question: Question) -> list[Question]:
 
 
 def variants(
-    level: Strategy, questions: list[Question], index: int, faults: list[Fault], judge: Judge = legality_faults
+    level: Strategy, questions: list[Question], index: int, faults: list[Fault] | None, *, sizes_only: bool = False
 ) -> Iterator[Variant]:
-    """Yield every legal variant of a layout, without partial recomputation; collect what makes others illegal."""
+    """Yield every legal variant of a layout, without partial recomputation.
+
+    Args:
+        level: The layout.
+        questions: What is asked, with each loss to try.
+        index: Position of the layout among all.
+        faults: Takes what makes variants of the first question illegal; `None` where nobody asks.
+        sizes_only: Whether sizes alone must be right, for layouts that nothing runs.
+    """
     job = questions[0].job
     switches = {"auto": (False, True), "on": (True,), "off": (False,)}[job.gradient_checkpointing]
     lean = lean_variant(level, questions[0].model, job)
     layouts = (level,) if lean is None else (level, lean)
+    layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)
     for question in questions:
-        for (micro_batch, accumulation), layout, checkpointing in product(micro_batches(level, job), layouts, switches):
-            strategy = replace(
+        # Most rules do not read the batch, of which there are many.
+        legal = {
+            switch: not any(broken_rules(layout_rules, _candidate(level, question, gradient_checkpointing=switch)))
+            for switch in switches
+        }
+        wanted = faults is not None and question is questions[0]
+        if not wanted and not any(legal.values()):
+            continue
+        for (micro_batch, accumulation), layout, switch in product(micro_batches(level, job), layouts, switches):
+            if not wanted and not legal[switch]:
+                continue
+            candidate = _candidate(
                 layout,
+                question,
                 micro_batch_size=micro_batch,
                 gradient_accumulation_steps=accumulation,
-                gradient_checkpointing=checkpointing,
+                gradient_checkpointing=switch,
             )
-            broken = judge(
-                Candidate(strategy=strategy, model=question.model, hardware=question.hardware, job=question.job)
-            )
-            if not broken:
-                yield timed(strategy, question, index)
-            elif question is questions[0]:
-                faults += broken
+            if legal[switch] and not any(broken_rules(batch_rules, candidate)):
+                yield Variant(strategy=candidate.strategy, question=question, level=index, lean=layout == lean)
+            elif wanted and faults is not None:
+                faults += legality_faults(candidate)
+
+
+def _candidate(layout: Strategy, question: Question, **changes: Any) -> Candidate:
+    strategy = replace(layout, **changes)
+    return Candidate(strategy=strategy, model=question.model, hardware=question.hardware, job=question.job)
 
 
 def micro_batches(level: Strategy, job: TrainingJob) -> list[tuple[int, int]]:

@@ -94,6 +94,10 @@ class ModelSpec:
     source: Literal["config", "meta"]
     """`config`: the closed form of a known family; `meta`: built by transformers on the meta device."""
 
+    def __hash__(self) -> int:
+        """Return a hash that does not walk all parameters: models are keys of many caches."""
+        return hash((self.name, self.architecture, self.dimensions))
+
     @property
     def parameter_count(self) -> int:
         """All parameters, tied ones once."""
