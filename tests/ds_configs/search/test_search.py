@@ -10,14 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
+from shardwright.ds_configs.legality.candidate import Candidate
+from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, broken_rules, legality_faults
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.choice import search
+from shardwright.ds_configs.search.choice import anything_fits, search
 from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.search.suggestions import _fitting
 from shardwright.ds_configs.search.variants import STEP_TOKENS
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.hardware import parse_hardware, with_gpus
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
@@ -254,3 +258,48 @@ def test_a_chosen_plan_fits_and_is_legal(gpu, gpus, method, checkpointing):
     assert chosen.strategy.world_size == gpus
     if checkpointing != "auto":
         assert chosen.strategy.gradient_checkpointing == (checkpointing == "on")
+
+
+@given(
+    engine=st.sampled_from([("ddp", None), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp2", None)]),
+    axes=st.sampled_from([{}, {"tp": 2}, {"pp": 2}, {"sp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 3}]),
+    batch=st.integers(1, 64),
+    accumulation=st.integers(1, 64),
+    wanted=st.sampled_from([None, 7, 64]),
+    recomputes=st.booleans(),
+)
+def test_rules_of_layouts_say_the_same_of_every_batch(engine, axes, batch, accumulation, wanted, recomputes):
+    strategy = Strategy(engine=engine[0], zero_stage=engine[1], dp_shard=4, gradient_checkpointing=recomputes, **axes)
+    asked = {"model": LLAMA_8B, "hardware": parse_hardware("8xH100-80GB"), "job": TrainingJob(global_batch_size=wanted)}
+    other = replace(strategy, micro_batch_size=batch, gradient_accumulation_steps=accumulation)
+    one, same = (Candidate(strategy=layout, **asked) for layout in (strategy, other))
+    of_layout = list(broken_rules(LAYOUT_RULES, one))
+    assert of_layout == list(broken_rules(LAYOUT_RULES, same))
+    assert {*of_layout, *broken_rules(BATCH_RULES, same)} == set(legality_faults(same))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "job"),
+    [("2xRTX4090", TrainingJob(offload="none")), ("1xT4", TrainingJob(precision="fp16", seq_len_tokens=1024))],
+)
+def test_what_fits_is_told_without_the_choice(hardware, job):
+    """What suggestions ask of many clusters is what the search would find there."""
+    for nodes in (1, 2, 8):
+        cluster = with_gpus(parse_hardware(hardware), nodes=nodes, gpus_per_node=8)
+        assert anything_fits(LLAMA_8B, cluster, job) == (search(LLAMA_8B, cluster, job).chosen is not None)
+
+
+def test_clusters_are_not_tried_where_a_larger_one_is_too_small():
+    job = TrainingJob()
+    clusters = [parse_hardware(f"{nodes}x8xA100-40GB") for nodes in (1, 2, 4, 8, 16)]
+    tried = []
+
+    def fits(change):
+        tried.append(change[1].nodes)
+        return change[1].nodes >= least
+
+    for least, asked in ((32, [1, 16]), (4, [1, 16, 2, 4]), (1, [1])):
+        tried.clear()
+        found = next(_fitting([("", cluster, job) for cluster in clusters], fits), None)
+        assert (found[1].nodes if found else 32) == least
+        assert tried == asked
