@@ -280,9 +280,9 @@ SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_
 BATCH_RULES: tuple[Rule | AxisRule, ...] = (sizes_are_positive, batch_equation, pipeline_parallelism)
 """Rules that read the micro-batch or its accumulation."""
 
-LAYOUT_RULES: tuple[Rule | AxisRule, ...] = tuple(
-    rule for rule in (*RULES, *AXIS_RULES, settings_are_proven) if rule not in BATCH_RULES
-)
+_EVERY_RULE: tuple[Rule | AxisRule, ...] = (*RULES, *AXIS_RULES, settings_are_proven)
+
+LAYOUT_RULES: tuple[Rule | AxisRule, ...] = tuple(rule for rule in _EVERY_RULE if rule not in BATCH_RULES)
 """All others: what they say of a layout holds for each of its batches."""
 
 
@@ -298,4 +298,4 @@ def broken_rules(rules: Iterable[Rule | AxisRule], candidate: Candidate) -> Iter
 
 def legality_faults(candidate: Candidate) -> tuple[Fault, ...]:
     """Return every rule that the candidate violates; empty when it is legal."""
-    return tuple(broken_rules((*RULES, *AXIS_RULES, settings_are_proven), candidate))
+    return tuple(broken_rules(_EVERY_RULE, candidate))

@@ -160,7 +160,7 @@ def anything_fits(
     return False
 
 
-def _least_bytes(model: ModelSpec, job: TrainingJob) -> int:
+def _least_bytes(model: ModelSpec, job: TrainingJob) -> float:
     """Bytes that any layout keeps somewhere: master weights, optimizer states, 16-bit gradients, frozen weights."""
     parameters = rank_parameters(model, job)
     return parameters.trainable * (6 + OPTIMIZERS[job.optimizer].state_bytes_per_parameter) + parameters.frozen_bytes
