@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..memory.activation_source import ActivationSource
@@ -18,19 +16,14 @@ from ..specs.strategy import Strategy
 from ..specs.teacher_placement import TeacherChoice
 from ..step_time.estimate import StepTime
 from .analysis_only import best_three_dimensional
-from .fastest import Search, frontier, search_fastest, shortage
+from .comparison import fewer_of_each_axis, for_comparison, leanest_of_each
+from .fastest import Search, frontier, search_fastest
 from .levels import candidate_levels
 from .reasons import analysis_reason, chosen_reason, rejected_reason
 from .teacher_choice import choose_teacher, jobs_by_placement
 from .variants import Question, Variant, losses, variants
 
 __all__ = ["Evaluated", "Outcome", "ParetoPoint", "search"]
-
-_SHOWN_OF_AN_AXIS = 2
-"""Sizes of one axis that were not taken and are shown."""
-
-_MOST_TRIED_FOR_COMPARISON = 4
-"""Variants of a slower layout whose memory is estimated to show it at its best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,14 +229,14 @@ def _nothing_allowed(job: TrainingJob) -> Fault:
 
 
 def _outcome(taken: Variant | None, found: Search, tried: list[Search], question: Question) -> Outcome:
-    others = _for_comparison(found, taken)
+    others = for_comparison(found, taken)
     chosen, better = None, []
     if taken is not None:
         chosen = _chosen(taken, found, others, question)
         better = _analysis_only(taken, question)
     else:
-        others = _leanest_of_each(tried)
-    rejected = tuple(_rejected(variant, taken) for variant in _fewer_of_each_axis(others))
+        others = leanest_of_each(tried)
+    rejected = tuple(_rejected(variant, taken) for variant in fewer_of_each_axis(others))
     return Outcome(
         chosen=chosen,
         rejected=(*better, *rejected),
@@ -302,51 +295,6 @@ def _pareto_point(variant: Variant) -> ParetoPoint:
     )
 
 
-def _for_comparison(found: Search, taken: Variant | None) -> list[Variant]:
-    """Return every other layout at its best: the fastest of its variants that fits, else the one that needs least."""
-    shown: list[Variant] = []
-    best_of: dict[int, Variant] = {}
-    for variant in found.fitting:
-        known = best_of.get(variant.level)
-        if known is None or variant.tokens_per_second > known.tokens_per_second:
-            best_of[variant.level] = variant
-    for level in found.by_level:
-        if taken is not None and level == taken.level:
-            continue
-        if not found.possible(level):
-            shown.append(found.leanest[level])
-            continue
-        known, timed = best_of.get(level), found.fastest_first(level)
-        for variant in timed[:_MOST_TRIED_FOR_COMPARISON] if not timed[0].strategy.axes else ():
-            if known is not None and variant.tokens_per_second <= known.tokens_per_second:
-                break
-            if found.fits(variant):
-                known = variant
-        shown.append(known or found.leanest[level])
-    return sorted(shown, key=_speed_or_need)
-
-
-def _speed_or_need(variant: Variant) -> tuple[bool, float, int]:
-    fits = variant.memory.fits
-    return not fits, -variant.tokens_per_second if fits else float(variant.memory.gpu.high_bytes), variant.level
-
-
-def _leanest_of_each(tried: list[Search]) -> list[Variant]:
-    best: dict[int, Variant] = {}
-    for found in tried:
-        for level in found.by_level:
-            found.possible(level)
-            variant = found.leanest[level]
-            known = best.get(level)
-            if known is None or _need(variant) < _need(known):
-                best[level] = variant
-    return sorted(best.values(), key=_speed_or_need)
-
-
-def _need(variant: Variant) -> tuple[int, int]:
-    return shortage(variant), variant.memory.gpu.high_bytes
-
-
 def _analysis_only(taken: Variant, question: Question) -> list[Evaluated]:
     """Return the layout of tensor and pipeline parallelism together that would be faster, if there is one."""
     found = best_three_dimensional(question, faster_than=taken.tokens_per_second)
@@ -359,20 +307,3 @@ def _analysis_only(taken: Variant, question: Question) -> list[Evaluated]:
             strategy=variant.strategy, memory=variant.memory, time=variant.time, reason=reason, analysis_only=True
         )
     ]
-
-
-def _fewer_of_each_axis(found: Iterable[Variant]) -> list[Variant]:
-    """Leave out all but the best layouts of each axis, which say enough; those without further axes all stay."""
-    counts: Counter[frozenset[str]] = Counter()
-    sizes: set[frozenset[tuple[str, int]]] = set()
-    shown: list[Variant] = []
-    for variant in found:
-        axes = variant.strategy.axes
-        key = frozenset(axes.items())
-        if axes:
-            if key in sizes or counts[frozenset(axes)] >= _SHOWN_OF_AN_AXIS:
-                continue
-            sizes.add(key)
-            counts[frozenset(axes)] += 1
-        shown.append(variant)
-    return shown
