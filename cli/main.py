@@ -32,6 +32,7 @@ _COMMANDS = {
     "qat": ("qat:qat_command", "Train with the numbers of the quantized checkpoint, and write exactly these."),
     "quantize": ("quantize:quantize_command", "Quantize a model, prove that it loads, and measure what it cost."),
     "evaluate": ("evaluate:evaluate_command", "Measure a model: perplexity, distance to a baseline, size, speed."),
+    "serve": ("serve:serve_command", "Serve a checkpoint: the engine's line, with the memory that it needs."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),
     "env": ("env:env_command", "Print versions and hardware to paste into a report."),
     "schema": ("schema:schema_command", "Print the JSON schema of the files that Shardwright reads and writes."),

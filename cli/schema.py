@@ -12,7 +12,7 @@ grouped(ConfigOption)
 
 
 def schema_command(
-    subject: Literal["settings", "hardware", "plan"] = "settings",
+    subject: Literal["settings", "hardware", "plan", "serving"] = "settings",
     *,
     options: Annotated[ConfigOption, Options] = FILLED,
 ) -> int:
@@ -21,9 +21,15 @@ def schema_command(
     Parameters
     ----------
     subject
-        settings (the YAML of plan --config), hardware (the YAML of --hardware), or plan (what plan.json holds).
+        settings (the YAML of plan --config), hardware (the YAML of --hardware), plan (what plan.json holds), or
+        serving (what serve --format json prints).
     """
-    schemas = {"settings": _settings_schema, "hardware": _hardware_schema, "plan": _plan_schema}
+    schemas = {
+        "settings": _settings_schema,
+        "hardware": _hardware_schema,
+        "plan": _plan_schema,
+        "serving": _serving_schema,
+    }
     print(json.dumps(schemas[subject](), indent=2))
     return 0
 
@@ -98,6 +104,13 @@ def _plan_schema() -> dict[str, Any]:
     return _object(properties, activations={"enum": ["traced", "upper bound"]}) | {"$defs": parts}
 
 
+def _serving_schema() -> dict[str, Any]:
+    """Return the schema of what `serve --format json` prints."""
+    versions = {"type": "object", "additionalProperties": {"type": "string"}}
+    added = {"schema_version": {"const": 1}, "engine_versions": versions}
+    return _object(added | _schema_of("ServingPlan")["properties"])
+
+
 def _object(properties: dict[str, Any], **optional: Any) -> dict[str, Any]:
     return {
         "type": "object",
@@ -111,7 +124,9 @@ def _schema_of(name: str) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     from ..ds_configs.plan.plan import Plan
+    from ..ds_configs.serving.plan import ServingPlan
     from ..ds_configs.specs.hardware import HardwareSpec
 
-    adapter: TypeAdapter[Any] = TypeAdapter({"HardwareSpec": HardwareSpec, "Plan": Plan}[name])
+    kinds = {"HardwareSpec": HardwareSpec, "Plan": Plan, "ServingPlan": ServingPlan}
+    adapter: TypeAdapter[Any] = TypeAdapter(kinds[name])
     return adapter.json_schema()

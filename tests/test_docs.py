@@ -22,6 +22,7 @@ LINES_OF_TWO_SCREENS = 110
 FLAGS_OF_OTHERS = {
     *("--write", "--strict", "--every"),  # benchmarks and tools
     "--nproc-per-node",  # torchrun
+    "--enable-prefix-caching",  # vLLM
     # shardwright.trainers.train_causal_lm
     *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),
     "--help",

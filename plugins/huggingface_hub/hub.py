@@ -15,7 +15,7 @@ from typing import Any
 
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..safetensors.reading import check_names, checkpoint_files, read_checkpoint
+from ..safetensors.reading import StoredTensor, check_names, checkpoint_files, read_checkpoint
 from .time_limit import within_limit
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -125,13 +125,41 @@ def _commit_of(cached: Path) -> str | None:
 
 
 def _hub_checkpoint_parameters(model: str, commit: str | None) -> int | None:
+    tensors = _hub_tensors(model, commit)
+    return None if tensors is None else sum(tensor.elements for tensor in tensors.values())
+
+
+def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
+    """Return the tensors of a Hub repository from its safetensors headers; none without such files, or offline.
+
+    Raises:
+        RefusedInputError: a header is corrupt.
+        ShardwrightError: the Hub does not answer.
+    """
+    import httpx
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if HF_HUB_OFFLINE:
+        return {}
+    try:
+        return within_limit(lambda: _hub_tensors(model, commit), f"headers of {model}") or {}
+    except (HfHubHTTPError, httpx.HTTPError) as error:
+        raise _explain_hub_error(model, commit, error) from None
+
+
+def _hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor] | None:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     try:
         metadata = get_safetensors_metadata(model, revision=commit)
         check_names(model, metadata.files_metadata)
-        return sum(int(count) for count in metadata.parameter_count.values())
+        return {
+            name: StoredTensor(dtype=str(tensor.dtype), shape=tuple(int(size) for size in tensor.shape))
+            for file in metadata.files_metadata.values()
+            for name, tensor in file.tensors.items()
+        }
     except NotASafetensorsRepoError:
         return None
     except (SafetensorsParsingError, KeyError, TypeError, AttributeError, JSONDecodeError) as error:

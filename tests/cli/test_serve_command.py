@@ -1,0 +1,127 @@
+"""`shardwright serve` through its entry point: the line, its JSON, the start of an engine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import TESTS
+from shardwright.cli.main import run
+from shardwright.ds_configs.quantization.config_json import quantization_config
+from shardwright.ds_configs.quantization.scheme import scheme_named
+
+LLAMA = TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B"
+ON_A_GPU = ("--hardware", "1xA100-80GB")
+
+
+@pytest.fixture
+def no_engine(monkeypatch, tmp_path):
+    """A PATH without any engine."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """A program named vllm that prints what it was given, in an environment whose Python is this one."""
+    binaries, packages = tmp_path / "bin", tmp_path / "lib" / "python3.11" / "site-packages"
+    binaries.mkdir()
+    for name, version in (("vllm", "0.32.0"), ("compressed_tensors", "0.17.0")):
+        place = packages / f"{name}-{version}.dist-info"
+        place.mkdir(parents=True)
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    for name, program in {"vllm": 'printf "%s\\n" "$@"\nexit 7', "python": f'exec {sys.executable} "$@"'}.items():
+        (binaries / name).write_text(f"#!/bin/sh\n{program}\n")
+        (binaries / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binaries}{os.pathsep}{os.environ['PATH']}")
+    return binaries
+
+
+def quantized(tmp_path: Path, **changes) -> Path:
+    """A directory with the configuration of a W4A16 Llama and no weights."""
+    stated = json.loads((LLAMA / "config.json").read_text())
+    section = quantization_config(scheme_named("W4A16")) | changes
+    directory = tmp_path / "quantized"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(stated | {"quantization_config": section}))
+    return directory
+
+
+def test_dry_run_prints_the_line_and_says_that_no_engine_is_there(no_engine, capsys):
+    assert run(["serve", str(LLAMA), *ON_A_GPU, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    line = shlex.split(shown.out.splitlines()[-1])
+    assert line[:3] == ["vllm", "serve", str(LLAMA)]
+    assert line[line.index("--max-model-len") + 1] == "131072"
+    assert "131,072 bytes of the bf16 cache" in shown.out
+    assert "pip install vllm" in shown.err
+
+
+def test_json_is_what_its_schema_says(no_engine, capsys):
+    assert run(["serve", str(LLAMA), *ON_A_GPU, "--dry-run", "--format", "json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert run(["schema", "serving"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(printed) == set(schema["properties"]) == set(schema["required"])
+    assert printed["blocks"] * printed["block_bytes"] <= printed["memory"]["cache"]
+
+
+def test_an_engine_that_is_not_installed_is_told_with_the_line_that_installs_it(no_engine, capsys):
+    assert run(["serve", str(LLAMA), *ON_A_GPU]) == 2
+    assert "is not installed: no vLLM is found here; pip install vllm" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(engine, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run(["serve", str(LLAMA), *ON_A_GPU, "--port", str(port)]) == 2
+    assert f"port = {port}: cannot be listened on at 127.0.0.1" in capsys.readouterr().err
+
+
+def test_too_little_memory_for_one_sequence(no_engine, capsys):
+    assert run(["serve", str(LLAMA), "--hardware", "1xT4", "--dry-run"]) == 3
+    assert "not one token fits" in capsys.readouterr().err
+
+
+def test_a_scheme_without_kernels_names_the_generation_that_has_them(no_engine, tmp_path, capsys):
+    assert run(["serve", str(quantized(tmp_path)), "--hardware", "1xV100-32GB", "--dry-run"]) == 2
+    assert "Turing and newer (7.5); --engine transformers" in capsys.readouterr().err
+
+
+def test_settings_are_told_all_at_once(no_engine, capsys):
+    assert run(["serve", str(LLAMA), *ON_A_GPU, "--port", "0", "--draft-tokens", "x", "--kv-cache-dtype", "fp9"]) == 2
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("port = 0", "draft_tokens", "kv_cache_dtype = 'fp9'"))
+
+
+@pytest.mark.slow
+def test_the_process_becomes_the_engine(engine):
+    command = [str(Path(sys.executable).parent / "shardwright"), "serve", str(LLAMA), *ON_A_GPU, "--port", "18431"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    printed = done.stdout.splitlines()
+    assert done.returncode == 7
+    at = printed.index("serve", 1)
+    assert printed[at : at + 6] == ["serve", str(LLAMA), "--host", "127.0.0.1", "--port", "18431"]
+
+
+@pytest.mark.slow
+def test_the_engine_reads_the_checkpoint_with_its_own_library(engine, tmp_path, capsys):
+    asked = ["serve", str(quantized(tmp_path)), *ON_A_GPU, "--dry-run", "--format", "json"]
+    assert run(asked) == 0
+    assert json.loads(capsys.readouterr().out)["engine_versions"] == {"vllm": "0.32.0", "compressed-tensors": "0.17.0"}
+    config = tmp_path / "quantized" / "config.json"
+    stated = json.loads(config.read_text())
+    stated["quantization_config"]["config_groups"]["group_0"]["weights"]["a_field_of_tomorrow"] = 1
+    stated["quantization_config"]["version"] = "9.0"
+    config.write_text(json.dumps(stated))
+    assert run(asked) == 2
+    told = capsys.readouterr().err
+    assert "compressed-tensors = '0.17.0': of this vLLM does not read the checkpoint, which 9.0 wrote" in told
+    assert "a_field_of_tomorrow" in told

@@ -1,0 +1,260 @@
+"""Arithmetic of serving: the cache of known models, what rules promise, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.quantization.config_json import quantization_config
+from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.serving.engines import scheme_findings
+from shardwright.ds_configs.serving.kv_cache import CachedLayer, cached_layers, key_value_cache
+from shardwright.ds_configs.serving.memory import StoredWeight, weight_bytes
+from shardwright.ds_configs.serving.plan import plan_serving
+from shardwright.ds_configs.serving.request import ServedModel, ServingRequest
+from shardwright.ds_configs.specs.dimensions import Dimensions
+from shardwright.ds_configs.specs.errors import DoesNotFitError, UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"],
+}
+SIZES = Dimensions(
+    num_layers=12,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=512,
+)
+
+
+def served(**changes) -> ServedModel:
+    config = LLAMA_8B | changes
+    spec = model_spec_from_config(config, name="model")
+    assert spec is not None
+    return ServedModel(spec=spec, config=config, weights={})
+
+
+def request(hardware="1xA100-80GB", **changes) -> ServingRequest:
+    return ServingRequest(hardware=parse_hardware(hardware), **changes)
+
+
+def test_llama_3_takes_128_kib_for_a_token():
+    """32 layers · 8 heads · (128 + 128) · 2 bytes, as the model's users count it."""
+    plan = plan_serving(served(), request())
+    assert plan.token_bytes == 131_072
+    assert plan.block_bytes == 16 * 131_072
+    assert plan.memory["weights"] == 2 * 8_030_261_248
+    assert plan.blocks == plan.memory["cache"] // plan.block_bytes
+    assert plan.max_model_len == 131_072
+    assert plan.blocks_per_sequence == 8192
+
+
+def test_fp8_cache_holds_twice_as_much():
+    half = plan_serving(served(), request(kv_cache_dtype="fp8"))
+    assert half.token_bytes == 65_536
+    assert "--kv-cache-dtype" in half.line
+    stated = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
+    assert plan_serving(served(quantization_config=stated), request()).kv_cache_dtype == "fp8"
+
+
+def test_latent_attention_keeps_one_vector_on_every_gpu():
+    config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    for size in (1, 2):
+        layers = cached_layers(config, SIZES, tensor_parallel_size=size)
+        assert set(layers) == {CachedLayer(heads=1, numbers_per_head=576)}
+    (whole,) = set(cached_layers(config, SIZES, latent=False))
+    assert whole == CachedLayer(heads=2, numbers_per_head=128 + 64 + 128)
+
+
+def test_fewer_heads_than_gpus_are_kept_by_several():
+    assert cached_layers({}, SIZES, tensor_parallel_size=4)[0].heads == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"sliding_window": 8, "model_type": "mistral"}, [8] * 12),
+        ({"sliding_window": 8, "use_sliding_window": False, "model_type": "qwen2"}, [None] * 12),
+        ({"sliding_window": 8, "model_type": "gemma2"}, [8, None] * 6),
+        ({"sliding_window": 8, "model_type": "gemma3_text"}, ([8] * 5 + [None]) * 2),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 6}, [None, 8] * 6),
+        ({"text_config": {"sliding_window": 8, "model_type": "gemma3_text"}}, ([8] * 5 + [None]) * 2),
+    ],
+)
+def test_windows_are_those_of_the_family(config, windows):
+    assert [layer.window for layer in cached_layers(config, SIZES)] == windows
+
+
+def test_recurrent_layers_are_refused_by_name():
+    with pytest.raises(UsageError, match="linear_attention"):
+        cached_layers({"layer_types": ["linear_attention"] * 12}, SIZES)
+
+
+def test_full_and_sliding_layers_share_a_pool():
+    """Six layers, five of them sliding: groups of one layer, and a window holds its tokens and those in flight."""
+    layers = [CachedLayer(heads=2, numbers_per_head=64, window=window) for window in (64, 64, 64, 64, 64, None)]
+    cache = key_value_cache(tuple(layers), number_bytes=2, block_tokens=16)
+    assert cache.block_bytes == 2 * 64 * 2 * 16
+    assert len(cache.groups) == 6
+    assert cache.sequence_blocks(4096, tokens_in_flight=128) == 4096 // 16 + 5 * (-(-(63 + 128) // 16) + 1)
+    assert cache.prefix_blocks(100) == 6
+
+
+@given(
+    windows=st.lists(st.sampled_from([None, 16, 100, 4096]), min_size=1, max_size=12),
+    memory=st.integers(0, 10**9),
+    more=st.integers(0, 10**9),
+    length=st.integers(1, 100_000),
+)
+def test_more_memory_never_holds_less(windows, memory, more, length):
+    layers = tuple(CachedLayer(heads=2, numbers_per_head=64, window=window) for window in windows)
+    cache = key_value_cache(layers, number_bytes=2, block_tokens=16)
+    longest = [
+        cache.longest_sequence(cache.blocks(size), limit=length, tokens_in_flight=256)
+        for size in (memory, memory + more)
+    ]
+    assert longest[0] <= longest[1] <= length
+    for found, size in zip(longest, (memory, memory + more), strict=True):
+        if found:
+            assert cache.sequence_blocks(found, tokens_in_flight=256) * cache.block_bytes <= size
+        if found < length:
+            assert cache.sequence_blocks(found + 1, tokens_in_flight=256) > cache.blocks(size)
+
+
+@given(gigabytes=st.integers(21, 200), prefix=st.integers(0, 4000), sequences=st.integers(1, 64))
+def test_more_memory_never_serves_fewer_sequences(gigabytes, prefix, sequences):
+    hardware = parse_hardware("1xA100-80GB")
+    plans = [
+        plan_serving(
+            served(),
+            ServingRequest(
+                hardware=replace(hardware, gpu_bytes=size * 10**9), max_model_len=4096, shared_prefix_tokens=prefix
+            ),
+        )
+        for size in (gigabytes, gigabytes + 10)
+    ]
+    assert plans[0].sequences <= plans[1].sequences
+    assert plans[0].blocks <= plans[1].blocks
+    asked = plan_serving(served(), request(max_num_seqs=sequences))
+    assert asked.sequences >= sequences
+    assert asked.max_model_len <= 131_072
+
+
+def test_a_shared_beginning_is_kept_once():
+    apart = plan_serving(served(), request(max_model_len=4096))
+    together = plan_serving(served(), request(max_model_len=4096, shared_prefix_tokens=2048))
+    assert together.sequences == pytest.approx((apart.blocks - 128) / 128, abs=0.01)
+    assert apart.sequences == pytest.approx(apart.blocks / 256, abs=0.01)
+
+
+def test_the_fewest_gpus_that_hold_the_longest_sequence():
+    large = served(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
+    plan = plan_serving(large, request("8xA100-80GB"))
+    assert plan.tensor_parallel_size == 4
+    assert any("--data-parallel-size 2" in note for note in plan.notes)
+
+
+def test_weights_are_divided_and_what_every_gpu_needs_is_not():
+    tensors = {
+        "q_proj.weight": StoredWeight(stored_bytes=800, is_matrix=True, is_fp32=False),
+        "model.layers.0.self_attn.k_proj.weight": StoredWeight(stored_bytes=200, is_matrix=True, is_fp32=False),
+        "norm.weight": StoredWeight(stored_bytes=10, is_matrix=False, is_fp32=False),
+        "self_attn.kv_a_proj_with_mqa.weight": StoredWeight(stored_bytes=50, is_matrix=True, is_fp32=False),
+    }
+    shares = {"tensor_parallel_size": 4, "num_key_value_heads": 2, "halve_fp32": True}
+    assert weight_bytes(tensors, **shares) == 200 + 100 + 10 + 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 3, "hardware": "4xA100-80GB"}, "must divide 32 heads; one of 1, 2, 4"),
+        ({"tensor_parallel_size": 2}, "more than the 1 GPUs"),
+        ({"max_model_len": 10**7}, "beyond the model's 131,072 positions"),
+        ({"engine": "transformers", "kv_cache_dtype": "fp8"}, "round their cache"),
+    ],
+)
+def test_settings_that_cannot_be_met(changes, message):
+    with pytest.raises(UsageError, match=message):
+        plan_serving(served(), request(**changes))
+
+
+def test_a_draft_needs_the_same_vocabulary():
+    with pytest.raises(UsageError, match="vocabulary"):
+        plan_serving(served(), request(), draft=served(vocab_size=32000))
+
+
+def test_speculative_decoding_shares_the_pool():
+    draft = served(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192, head_dim=64)
+    alone, both = plan_serving(served(), request()), plan_serving(served(), request(), draft=draft)
+    assert both.token_bytes == 131_072 + 16 * 8 * 128 * 2
+    assert both.memory["draft_weights"] == 2 * draft.spec.parameter_count
+    assert both.sequences < alone.sequences
+    stated = json.loads(both.line[both.line.index("--speculative-config") + 1])
+    assert stated == {"method": "draft_model", "model": "model", "num_speculative_tokens": 4}
+
+
+def test_what_does_not_fit_says_what_does():
+    with pytest.raises(DoesNotFitError, match="not one token fits"):
+        plan_serving(served(), request("1xT4"))
+    with pytest.raises(DoesNotFitError, match=r"--max-model-len \d+ fits"):
+        plan_serving(served(), request("1xL4", max_model_len=131_072))
+    cut = plan_serving(served(), request("1xL4"))
+    assert cut.max_model_len < 131_072
+    assert any("cut to" in note for note in cut.notes)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "gpu", "rule"),
+    [
+        ("W4A16", "V100-32GB", "Turing and newer"),
+        ("W8A8", "V100-32GB", "Turing and newer"),
+        ("W4AFP8", "A100-80GB", "Hopper and newer"),
+        ("W4A8", "H100-80GB", "has no kernel in vLLM on any GPU"),
+        ("W8A16", "CPU", "on a CPU"),
+        ("FP8", "CPU", "on a CPU"),
+        ("W4A16", "A100-80GB", None),
+        ("FP8", "H100-80GB", None),
+        ("W8A8", "CPU", None),
+    ],
+)
+def test_schemes_that_a_generation_cannot_serve(scheme, gpu, rule):
+    section = quantization_config(scheme_named(scheme))
+    hardware = request(f"1x{gpu}")
+    if rule is None:
+        hardware = replace(hardware, kv_cache_bytes=10**9, max_model_len=64)
+        assert plan_serving(served(quantization_config=section), hardware).blocks
+        return
+    with pytest.raises(UsageError, match=rule):
+        plan_serving(served(quantization_config=section), hardware)
+    faults, remarks = scheme_findings(section, engine="transformers", gpu=gpu, capability=70)
+    assert not faults
+    assert "decompresses" in remarks[0]
+
+
+def test_a_generation_without_the_numbers_says_that_it_decompresses():
+    plan = plan_serving(served(quantization_config=quantization_config(scheme_named("NVFP4"))), request("1xH100-80GB"))
+    assert any("Blackwell and newer compute in them" in note for note in plan.notes)
+
+
+def test_lines_of_other_engines():
+    sglang = plan_serving(served(), request(engine="sglang", max_model_len=4096), draft=served())
+    assert sglang.line[:4] == ("python", "-m", "sglang.launch_server", "--model-path")
+    assert "STANDALONE" in sglang.line
+    transformers = plan_serving(served(), request(engine="transformers", max_model_len=4096))
+    assert transformers.line[:3] == ("transformers", "serve", "model")
+    assert transformers.line[transformers.line.index("--cb-num-blocks") + 1] == str(transformers.blocks)
