@@ -80,7 +80,7 @@ def serve_command(
     """
     from ..ds_configs.serving.plan import plan_serving
     from ..plugins.serving.checkpoint import read_served_model
-    from ..plugins.serving.engine import become_server, server_faults, installed_engine, port_faults
+    from ..plugins.serving.engine import become_server, installed_engine, port_faults, server_faults
 
     request = _request(hardware, settings)
     model = read_served_model(checkpoint, revision=settings.revision)
