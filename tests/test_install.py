@@ -50,7 +50,7 @@ def fresh_environment(directory: Path) -> Path:
     A plain path line in a `.pth` file adds the directory without running the `.pth` files in it, so an editable
     install of the package there is not seen.
     """
-    venv.create(directory, with_pip=True)
+    venv.create(directory, with_pip=False)
     python = directory / "bin" / "python"
     site = subprocess.run(
         [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
@@ -59,14 +59,13 @@ def fresh_environment(directory: Path) -> Path:
         check=True,
     ).stdout.strip()
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    # The setuptools that comes with Python 3.11 would hide the newer one, which builds wheels by itself.
-    subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"], check=True)
     return python
 
 
 def install(python: Path, *arguments: str) -> None:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*command, *arguments], check=True, capture_output=True)
+    # This environment's pip works on the other one, which has none of its own: to make one takes seconds.
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--no-build-isolation", *arguments], check=True, capture_output=True)
 
 
 def assert_works(python: Path, home: Path, directory: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import session
-from warm_ranks import SERVER_NAME, RanksFailedError, run_ranks
+from warm_ranks import NOTHING_IMPORTED, SERVER_NAME, RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -122,7 +122,7 @@ assert tempfile.gettempdir() == outer and os.listdir(outer) == [], os.listdir(ou
 def in_session(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     temporary.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if name not in (SERVER_NAME, "PYTHON_EXEC")}
-    environment = kept | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = kept | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parent), NOTHING_IMPORTED: "1"}
     command = [sys.executable, "-c", SESSION, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 

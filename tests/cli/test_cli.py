@@ -312,7 +312,7 @@ def test_a_failing_write_changes_nothing(
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     name=st.sampled_from(["meta-llama--Llama-3.2-1B", "meta-llama--Llama-3.1-70B"]),
     hardware=st.sampled_from(["8xA100-80GB", "4x8xH100-80GB", "2xCPU"]),

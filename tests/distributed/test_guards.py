@@ -86,8 +86,10 @@ def test_a_broken_weight_of_one_rank_is_in_no_checkpoint(workshop, tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2", "pipeline"])
-@pytest.mark.parametrize(("kind", "code"), [("sigterm", 143), ("sigint", 130)])
+@pytest.mark.parametrize(
+    ("engine", "kind", "code"),
+    [(engine, "sigterm", 143) for engine in ("ddp", "zero3", "fsdp2", "pipeline")] + [("ddp", "sigint", 130)],
+)
 def test_a_signal_to_one_rank_saves_on_all_of_them(engine, kind, code, workshop, whole, tmp_path):
     how, told = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))
     assert f"failed with exit code {code}" in how

@@ -27,7 +27,7 @@ from shardwright.plugins.launching.launch import TAIL_CHARACTERS, cpu_rank_envir
 from shardwright.plugins.launching.shared_memory import remove_buffers
 
 from warm_ranks.on_demand import OnDemand
-from warm_ranks.protocol import OPERATORS, SERVER_NAME, address, ask, receive_number
+from warm_ranks.protocol import NOTHING_IMPORTED, OPERATORS, SERVER_NAME, address, ask, receive_number
 
 _HERE = Path(__file__).parent
 OTHERS_END_SECONDS = 3.0
@@ -141,4 +141,13 @@ def _wait(running: Mapping[int, Any], timeout_seconds: float) -> dict[int, int]:
     return ended
 
 
-__all__ = ["OPERATORS", "SERVER_NAME", "OnDemand", "RanksFailedError", "run_ranks", "server", "write_interpreter"]
+__all__ = [
+    "NOTHING_IMPORTED",
+    "OPERATORS",
+    "SERVER_NAME",
+    "OnDemand",
+    "RanksFailedError",
+    "run_ranks",
+    "server",
+    "write_interpreter",
+]

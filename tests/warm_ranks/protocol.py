@@ -16,6 +16,8 @@ from typing import Any
 
 SERVER_NAME = "WARM_RANKS_SERVER"
 """Environment variable with the name of the session's server."""
+NOTHING_IMPORTED = "WARM_RANKS_IMPORT_NOTHING"
+"""Environment variable for a server whose processes import for themselves: tests of the server have no time to wait."""
 OPERATORS = ("cpu_adam", "deepspeed_shm_comm")
 """DeepSpeed's operators that ranks of tests load."""
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

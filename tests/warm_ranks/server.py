@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from protocol import HANDLED_SIGNALS, OPERATORS, end_as, receive_request, send_number
+from protocol import HANDLED_SIGNALS, NOTHING_IMPORTED, OPERATORS, end_as, receive_request, send_number
 
 PRELOADED = (
     "torch",
@@ -76,7 +76,7 @@ class Server:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._processes: dict[int, tuple[int, socket.socket]] = {}
         """Process id and asking connection, by the descriptor that tells of the process's end."""
-        self._warm = False
+        self._warm = NOTHING_IMPORTED in os.environ
 
     def serve(self) -> dict[str, Any]:
         """Fork for every request; returns the request, in each child alone."""
@@ -109,7 +109,8 @@ class Server:
         if not self._warm:
             _import_all()
             self._warm = True
-        _load_operators()
+        if "deepspeed" in sys.modules:
+            _load_operators()
         request, streams = received
         process = os.fork()
         if process == 0:
@@ -233,13 +234,12 @@ def _renew_streams() -> None:
 
 
 def _renew_what_a_process_draws() -> None:
-    import numpy
-    import torch
-
     random.seed()
-    numpy.random.seed()
     tempfile.tempdir = None
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def run_as_interpreter(arguments: list[str]) -> int:

@@ -166,7 +166,7 @@ SMALL = llama()
 
 
 @given(job=JOBS, hardware=st.sampled_from([NODE, TWO_NODES]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_plans_survive_their_files_and_pass_our_own_check(job, hardware):
     plan = make_plan(SMALL, hardware, TrainingJob(seq_len_tokens=512, **job))
     files = render_files(plan)
