@@ -111,18 +111,23 @@ def _layer_activation_bytes(model: ModelSpec, job: TrainingJob) -> int:
 def _ends(costs: Sequence[_StageCost], limits: Sequence[float], layers: int, stages: int) -> list[int] | None:
     """Return where the stages end when each takes as many layers as the limits allow; `None` when some are left."""
 
-    def fits(index: int, first: int, end: int) -> bool:
-        return all(cost(index, first, end) <= limit for cost, limit in zip(costs, limits, strict=True))
-
+    bounded = tuple(zip(costs, limits, strict=True))
     ends, first = [], 0
     for index in range(stages):
-        end, last = first + 1, layers - (stages - index - 1)
-        if not fits(index, first, end):
+        low, high = first, layers - (stages - index - 1)
+        # A stage costs more with more layers: its end lies between what fits and what does not.
+        while low < high:
+            middle = (low + high + 1) // 2
+            for cost, limit in bounded:
+                if cost(index, first, middle) > limit:
+                    high = middle - 1
+                    break
+            else:
+                low = middle
+        if low == first:
             return None
-        while end < last and fits(index, first, end + 1):
-            end += 1
-        ends.append(end)
-        first = end
+        ends.append(low)
+        first = low
     return ends if first == layers else None
 
 
