@@ -90,7 +90,9 @@ def plan_command(
     question_faults(settings)
     as_json, output_dir = options.as_json, options.output_dir
     if options.dry_run and not as_json:
-        _show_settings(settings)
+        from .show import show_settings
+
+        show_settings(settings.model_dump(), settings.origins())
     try:
         plan = _make_plan(model, settings, options)
     except PlanDoesNotFitError as error:
@@ -172,9 +174,3 @@ def _does_not_fit(error: PlanDoesNotFitError) -> dict[str, object]:
             for suggestion in error.suggestions
         ],
     }
-
-
-def _show_settings(settings: PlanSettings) -> None:
-    from .show import show_settings
-
-    show_settings(settings.model_dump(), settings.origins())

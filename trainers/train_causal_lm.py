@@ -180,7 +180,9 @@ def fine_tune(flags: argparse.Namespace) -> None:
     seconds = time.monotonic() - started
     losses = recorder.mean_over_ranks()
     if flags.losses_json is not None and arguments.process_index == 0:
-        _write_losses(flags.losses_json, engine=engine, world_size=arguments.world_size, seconds=seconds, losses=losses)
+        record = {"engine": engine, "world_size": arguments.world_size, "seconds": seconds, "losses": losses}
+        place = flags.losses_json
+        write_files({place.name: json.dumps(record, indent=1) + "\n"}, place.parent, force=True)
     if flags.save:
         save_model_directory(trainer, str(flags.output_dir), allow_nonfinite=flags.allow_nonfinite)
 
@@ -192,10 +194,6 @@ def _guards(flags: argparse.Namespace) -> dict[str, Any]:
         "allow_nonfinite": flags.allow_nonfinite,
         "hang_seconds": flags.hang_timeout or None,
     }
-
-
-def _write_losses(file: Path, **record: Any) -> None:
-    write_files({file.name: json.dumps(record, indent=1) + "\n"}, file.parent, force=True)
 
 
 def plan_callback(flags: argparse.Namespace) -> PlanCallback | None:

@@ -31,35 +31,6 @@ def others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def tensor_parallel_bytes(
-    *, tp: int, tokens: int, hidden_size: int, layers: float, element_bytes: int, vocab_size: int = 0
-) -> float:
-    """Return what a rank moves for one micro-batch: 4 all-reduces of `tokens * hidden_size` in each layer.
-
-    Two in the forward pass (after attention and MLP) and two in the backward pass (Megatron-LM, arXiv 1909.08053,
-    section 3); recomputation adds the forward ones again. An all-reduce moves `2 (n - 1) / n` of its tensor. A head
-    that the ranks divide gathers `tokens * vocab_size` logits and all-reduces the gradient of its input; it takes its
-    part of the logits' gradient without a message (`GatherFromTensorParallelRegion` in
-    deepspeed/module_inject/layers.py). `vocab_size` is 0 where every rank holds the whole head.
-    """
-    of_layers = 4 * 2 * hidden_size * layers
-    of_head = vocab_size + 2 * hidden_size if vocab_size else 0
-    return others(tp) * tokens * (of_layers + of_head) * element_bytes
-
-
-def sequence_parallel_bytes(
-    *, sp: int, tokens: int, query_size: int, key_value_size: int, key_value_heads: int, layers: int, element_bytes: int
-) -> float:
-    """Return what a rank moves for one micro-batch: all-to-alls of q, k, v and the output, forth and back.
-
-    Each moves `(n - 1) / n` of a rank's `tokens / n` (DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Fewer
-    key/value heads than ranks are repeated up to one for each (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
-    """
-    repeated = max(1, sp // key_value_heads)
-    width = 2 * query_size + 2 * key_value_size * repeated
-    return 2 * others(sp) * (tokens / sp) * width * layers * element_bytes
-
-
 def context_parallel_bytes(*, cp: int, tokens: int, key_value_size: int, layers: int, element_bytes: int) -> float:
     """Return what a rank moves for one micro-batch: keys and values of all others, and their gradients back.
 
@@ -67,16 +38,6 @@ def context_parallel_bytes(*, cp: int, tokens: int, key_value_size: int, layers:
     (Ring Attention, arXiv 2310.01889; torch `experimental/_context_parallel`).
     """
     return 3 * (cp - 1) * (tokens / cp) * 2 * key_value_size * layers * element_bytes
-
-
-def expert_parallel_bytes(
-    *, ep: int, tokens: int, experts_per_token: int, hidden_size: int, layers: int, element_bytes: int
-) -> float:
-    """Return what a rank moves for one micro-batch: 4 all-to-alls of its routed tokens in each layer.
-
-    Dispatch and combine, forward and backward (GShard, arXiv 2006.16668), with evenly loaded experts.
-    """
-    return 4 * others(ep) * tokens * experts_per_token * hidden_size * layers * element_bytes
 
 
 def pipeline_bytes(*, tokens: int, hidden_size: int, element_bytes: int) -> float:

@@ -48,6 +48,8 @@ def exchanges(
         waiting += calls * group.waiting_seconds
     if strategy.sp > 1:
         group = group_of(hardware, constants, ranks=strategy.sp)
+        # All-to-alls of q, k, v and the output, forth and back (Ulysses, arXiv 2309.14509, section 3.2). Fewer
+        # key/value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
         repeated = max(1, strategy.sp // work.key_value_heads)
         width = 2 * work.whole_query_size + 2 * work.whole_key_value_size * repeated
         passes = 2 * layers + recomputed

@@ -20,8 +20,12 @@ from shardwright.ds_configs.search.axis_levels import axes_to_try
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.ds_configs.step_time import collectives
+from shardwright.ds_configs.step_time.constants import constants_of
+from shardwright.ds_configs.step_time.exchanges import exchanges
+from shardwright.ds_configs.step_time.model_work import model_work
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
@@ -37,6 +41,7 @@ THIRTEEN_B = llama(
 )
 ZERO1 = Strategy(engine="deepspeed", zero_stage=1, dp_shard=8)
 ZERO3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
+FSDP2 = Strategy(engine="fsdp2", dp_shard=8)
 
 
 def plan(model, hardware, **job):
@@ -62,55 +67,45 @@ def all_to_all_bytes(ranks: int, own: float) -> float:
     return sum(own / ranks for peer in range(ranks) if peer != 0)
 
 
-@given(tp=st.integers(2, 16), tokens=st.integers(1, 5000), layers=st.integers(1, 100))
-def test_tensor_parallel_volume_is_that_of_four_ring_all_reduces_in_each_layer(tp, tokens, layers):
-    counted = sum(ring_all_reduce_bytes(tp, tokens * 64 * 2) for _ in range(4)) * layers
-    found = collectives.tensor_parallel_bytes(tp=tp, tokens=tokens, hidden_size=64, layers=layers, element_bytes=2)
-    assert found == pytest.approx(counted)
+def moved_bytes(strategy: Strategy, model: ModelSpec, *, tokens: float, with_head: bool = False) -> float:
+    """What a rank moves for one micro-batch of one layer: seconds on links of one byte per second, without latency."""
+    hardware = replace(parse_hardware("32xH100-80GB"), link_bytes_per_s=1.0)
+    ideal = replace(constants_of(hardware.gpu), link_efficiency=1.0, link_latency_seconds=0.0)
+    given_once = {"layers": 1, "recomputed": 0, "with_head": with_head, "element_bytes": 2}
+    terms, _ = exchanges(strategy, model_work(model), hardware, ideal, tokens=tokens, **given_once)
+    (found,) = terms.values()
+    return found
+
+
+@given(tp=st.integers(2, 32), tokens=st.integers(1, 5000))
+def test_tensor_parallel_volume_is_that_of_four_ring_all_reduces(tp, tokens):
+    each = ring_all_reduce_bytes(tp, tokens * 4096 * 2)
+    assert moved_bytes(replace(ZERO1, tp=tp), LLAMA_8B, tokens=tokens) == pytest.approx(4 * each)
+    with_head = moved_bytes(replace(ZERO1, tp=tp), LLAMA_8B, tokens=tokens, with_head=True)
+    assert with_head == pytest.approx(5 * each), "the gradient of a divided head's input"
 
 
 @given(power=st.integers(1, 5), tokens=st.integers(1, 5000))
 def test_sequence_parallel_volume_is_that_of_eight_all_to_alls(power, tokens):
-    sp, heads, kv_heads, head_dim = 2**power, 32, 8, 16
+    sp, heads, kv_heads, head_dim = 2**power, 32, 8, 128
     # Before attention each rank holds its tokens of every head; fewer key/value heads than ranks are repeated.
-    kv_width = head_dim * max(kv_heads, sp if sp > kv_heads else kv_heads)
+    kv_width = head_dim * max(kv_heads, sp)
     widths = (heads * head_dim, kv_width, kv_width, heads * head_dim)
-    counted = 2 * sum(all_to_all_bytes(sp, tokens / sp * width * 2) for width in widths)
-    found = collectives.sequence_parallel_bytes(
-        sp=sp,
-        tokens=tokens,
-        query_size=heads * head_dim,
-        key_value_size=kv_heads * head_dim,
-        key_value_heads=kv_heads,
-        layers=1,
-        element_bytes=2,
-    )
-    assert found == pytest.approx(counted)
+    counted = 2 * sum(all_to_all_bytes(sp, tokens * width * 2) for width in widths)
+    assert moved_bytes(replace(ZERO1, sp=sp), LLAMA_8B, tokens=tokens) == pytest.approx(counted)
 
 
-@given(cp=st.integers(2, 16))
+@given(cp=st.integers(2, 32))
 def test_context_parallel_volume_is_keys_and_values_twice_and_their_gradients(cp):
-    shard = 2 * 1000 / cp * 128 * 2
+    shard = 2 * 1000 * 8 * 128 * 2
     counted = sum(shard for _ in range(3) for peer in range(cp) if peer != 0)
-    found = collectives.context_parallel_bytes(cp=cp, tokens=1000, key_value_size=128, layers=1, element_bytes=2)
-    assert found == pytest.approx(counted)
+    assert moved_bytes(replace(FSDP2, cp=cp), LLAMA_8B, tokens=1000) == pytest.approx(counted)
 
 
-@given(ep=st.integers(2, 16))
+@given(ep=st.integers(2, 32))
 def test_expert_parallel_volume_is_that_of_four_all_to_alls_of_routed_tokens(ep):
-    counted = sum(all_to_all_bytes(ep, 1000 * 8 * 64 * 2) for _ in range(4))
-    found = collectives.expert_parallel_bytes(
-        ep=ep, tokens=1000, experts_per_token=8, hidden_size=64, layers=1, element_bytes=2
-    )
-    assert found == pytest.approx(counted)
-
-
-def test_a_divided_head_gathers_its_logits_and_reduces_the_gradient_of_its_input():
-    sizes = {"tp": 4, "tokens": 100, "hidden_size": 64, "layers": 2, "element_bytes": 2}
-    gathered = sum(100 * 1000 / 4 * 2 for peer in range(4) if peer != 0)
-    reduced = ring_all_reduce_bytes(4, 100 * 64 * 2)
-    more = collectives.tensor_parallel_bytes(**sizes, vocab_size=1000) - collectives.tensor_parallel_bytes(**sizes)
-    assert more == pytest.approx(gathered + reduced)
+    counted = sum(all_to_all_bytes(ep, 1000 * 8 * 2048 * 2) for _ in range(4))
+    assert moved_bytes(replace(ZERO1, ep=ep), QWEN_MOE, tokens=1000) == pytest.approx(counted)
 
 
 # --- the decision rules of practice, as results ---

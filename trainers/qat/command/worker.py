@@ -44,15 +44,14 @@ def train_quantized(job: QATJob, work: Path) -> None:
     trainer.add_callback(starting_point_callback(trainer))
     recorder = train_recorded(trainer, job, evaluates_last=False)
     trained = held_out_cross_entropy(trainer)
-    probe = [list(sample["input_ids"][:_PROBE_TOKENS]) for sample in samples[1].select(range(_shown(samples[1])))]
+    probe = [
+        list(sample["input_ids"][:_PROBE_TOKENS])
+        for sample in samples[1].select(range(min(_PROBE_SAMPLES, len(samples[1]))))
+    ]
     exported = callback.export(
         trainer, job.output_dir, tokenizer=tokenizer, source=job.source_directory, probe=probe, force=True
     )
     end_rank(trainer, lambda peak: _result(trainer, recorder, job, peak, trained, exported), work)
-
-
-def _shown(samples: Any) -> int:
-    return min(_PROBE_SAMPLES, len(samples))
 
 
 def _trainer(

@@ -97,8 +97,10 @@ def export(
         RefusedInputError: numbers are NaN or infinite.
         ShardwrightError: the checkpoint did not pass; it lies under a `.failed` name.
     """
+    from accelerate.utils import extract_model_from_parallel
+
     place = Path(output_dir)
-    model = _unwrapped(model)
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
     root = _transformers_model(model)
     with first_rank() as ranks:
         ranks.does(lambda: _refuse(attachment, root, place, source=source, dtype=dtype, force=force))
@@ -257,12 +259,6 @@ def _result(answer: dict[str, Any], output: Path) -> ExportResult:
     if proof is not None:
         proof = Verification(**(proof | {"faults": tuple(proof["faults"])}))
     return ExportResult(**(answer | {"output_dir": output, "verification": proof, "notes": tuple(answer["notes"])}))
-
-
-def _unwrapped(model: Any) -> Any:
-    from accelerate.utils import extract_model_from_parallel
-
-    return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def _transformers_model(model: Any) -> Any:
