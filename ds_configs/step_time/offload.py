@@ -19,6 +19,7 @@ HOST_ADAM_BYTES = 30
 """Traffic of CPU Adam for each parameter: reads of gradient, weight and two moments, writes of the latter three and of
 the 16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp)."""
 
+# Two moments in fp32, which `Software.optimizer_bytes` holds already.
 _ADAM_STATE_BYTES = 8
 
 

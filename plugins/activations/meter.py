@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# In place of a storage's number, of which none is negative.
 SAMPLE = -1
 MARK = -2
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _CELLS_AT_ONCE = 1 << 21
 # Neighbouring candidates differ by 4 %; a finer search between them follows.
 _STEPS_PER_OCTAVE = 16
+# The largest finite number of `float8_e4m3fn`.
 _LARGEST_FLOAT8 = 448.0
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _MLP_NAMES = ("mlp", "feed_forward")
 _LOGITS_BYTES_OF_A_TILE = 2**30
+# The `ignore_index` of torch's cross-entropy.
 _IGNORED_LABEL = -100
 
 

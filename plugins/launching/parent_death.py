@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+# `PR_SET_PDEATHSIG` of linux/prctl.h.
 _SET_PARENT_DEATH_SIGNAL = 1
 _LAUNCHED = "TORCHELASTIC_RUN_ID"
 """Which torchrun and accelerate launch set for their ranks. A rank that was started by hand may outlive its shell."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import Fault, UsageError
 
+# What `TrainingJob.lora_rank` plans with.
 DEFAULT_RANK = 16
 ALL_LINEAR = "all-linear"
 
