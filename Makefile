@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TYPECHECK := build/typecheck
-# Modules stay whole, so that what their tests share is made once. Compiled modules are kept: every process reads them.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
+# Compiled modules are kept: every process reads them.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4
 ROOM ?=
 
 .DEFAULT_GOAL := help

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,6 +27,8 @@ settings.load_profile("tests")
 
 SHARED = dict.fromkeys(("test_qat_quality.py", "test_quantize_quality.py"), "small-llama")
 """Groups of files that wait for each other's fixtures otherwise."""
+WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "trace": 2}
+"""How much longer a test with this marker takes than another."""
 _SESSION = pytest.StashKey[session.Session]()
 
 
@@ -49,10 +52,39 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_SESSION].close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep each file on one worker, and files that share a model which takes long to train."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On workers, put the files first that take longest, so that all workers end together."""
+    if not hasattr(config, "workerinput"):
+        return
+    weights: Counter[str] = Counter()
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(SHARED.get(item.path.name, str(item.path))))
+        weights[unit_of(item.nodeid)] += max([WEIGHTS.get(marker.name, 1) for marker in item.iter_markers()], default=1)
+    items.sort(key=lambda item: -weights[unit_of(item.nodeid)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep each file on one worker, so that what its tests share is made once.
+
+    Groups of `--dist loadgroup` do nothing with pytest 9.2.0 and pytest-xdist 3.8.0, which writes their names into an
+    attribute of tests that pytest no longer reads.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        """Files in the order of collection."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return FileScheduling(config, log)
+
+
+def unit_of(nodeid: str) -> str:
+    """Return what stays on one worker with a test: its file, or those of `SHARED`."""
+    file = nodeid.partition("::")[0]
+    return SHARED.get(Path(file).name, file)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -82,9 +82,10 @@ class Case:
 
 def deepspeed_config(strategy: Strategy) -> dict[str, Any]:
     """Return a small DeepSpeed configuration; buckets hold several tensors but not the whole model."""
-    sizes: dict[str, Any] = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+    elements = 20_000 if strategy.ep > 1 else 12_000
+    sizes: dict[str, Any] = {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
     if strategy.zero_stage == 3:
-        sizes = {"reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100}
+        sizes = {"reduce_bucket_size": elements, "stage3_param_persistence_threshold": 100}
     for part in ("optimizer", "param"):
         if getattr(strategy, f"offload_{part}") == "cpu":
             sizes[f"offload_{part}"] = {"device": "cpu"}
@@ -226,7 +227,7 @@ def make_models(directory: Path) -> None:
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
