@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
+from .settings import DataSettings
 from .sources import Row, parse_source, read_rows
 from .text import joined_pieces
 
@@ -65,6 +66,25 @@ class Samples:
     """Held out: rows of their own, none of which is trained on."""
     statistics: SampleStatistics
     """What was read."""
+
+
+def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
+    """Return the samples that settings describe: the same for a teacher's cache and for a training.
+
+    Raises:
+        UsageError: as `load_samples` does.
+    """
+    return load_samples(
+        settings.dataset,
+        tokenizer,
+        seq_len=settings.seq_len,
+        packing=settings.packing,
+        split=settings.dataset_split,
+        revision=settings.dataset_revision,
+        seed=settings.seed,
+        evaluation_fraction=settings.evaluation_fraction,
+        text_column=settings.text_column,
+    )
 
 
 def load_samples(

@@ -11,7 +11,7 @@ from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
-from ..data.samples import Samples, load_samples
+from ..data.samples import Samples, stated_samples
 from .settings import LaunchedSettings, is_without
 
 if TYPE_CHECKING:
@@ -63,17 +63,7 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
     Raises:
         UsageError: there is no text, or nothing is left to hold out.
     """
-    found = load_samples(
-        settings.dataset,
-        tokenizer,
-        seq_len=settings.seq_len,
-        packing=settings.packing,
-        split=settings.dataset_split,
-        revision=settings.dataset_revision,
-        seed=settings.seed,
-        evaluation_fraction=settings.evaluation_fraction,
-        text_column=settings.text_column,
-    )
+    found = stated_samples(settings, tokenizer)
     if not found.evaluation:
         rule = f"the {settings.evaluation_fraction:.0%} that is held out is shorter than one sample"
         fix = "give more data, raise --evaluation-fraction or lower --seq-len"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import Decimals
 from ....plugins.launching.notes import OnProgress
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
-from ...data.samples import Samples, load_samples
+from ...data.samples import stated_samples
 from ...data.settings import DataSettings
 from .cache_format import RecordFormat
 from .cache_writer import cache_key, finished_shards, weights_identity, write_cache
@@ -64,7 +64,7 @@ def prepare_cache(teacher: str, settings: CacheSettings) -> CacheJob:
     config = load_config(source)
     check_seq_len(settings.seq_len, config)
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
-    samples = _samples(settings, tokenizer)
+    samples = stated_samples(settings, tokenizer)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     layout = RecordFormat(
         top_k=min(settings.top_k, vocab_size),
@@ -81,20 +81,6 @@ def prepare_cache(teacher: str, settings: CacheSettings) -> CacheJob:
     )
     ids = [list(sample["input_ids"]) for sample in (*samples.train, *samples.evaluation)]
     return CacheJob(teacher=teacher, settings=settings, key=key, samples=ids)
-
-
-def _samples(settings: CacheSettings, tokenizer: Any) -> Samples:
-    return load_samples(
-        settings.dataset,
-        tokenizer,
-        seq_len=settings.seq_len,
-        packing=settings.packing,
-        split=settings.dataset_split,
-        revision=settings.dataset_revision,
-        seed=settings.seed,
-        evaluation_fraction=settings.evaluation_fraction,
-        text_column=settings.text_column,
-    )
 
 
 def run_cache_job(job: CacheJob, directory: Path, *, on_progress: OnProgress) -> TeacherCache:
