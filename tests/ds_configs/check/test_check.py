@@ -90,9 +90,9 @@ BROKEN: list[tuple[str, str | bytes, str]] = [
 
 @pytest.mark.parametrize(("filename", "content", "fragment"), BROKEN, ids=range(len(BROKEN)))
 def test_unreadable_files_are_one_clear_finding(filename: str, content: str | bytes, fragment: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     findings = check_text(content, filename=filename)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert any(fragment in f"{finding.fault.rule}; {finding.fault.fix}" for finding in findings), findings
     assert all(finding.fault.where.startswith(filename) for finding in findings)
 

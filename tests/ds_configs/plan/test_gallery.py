@@ -20,6 +20,7 @@ DEEPSPEED_FILES = sorted(GALLERY_DIRECTORY.glob("*/ds_config.json"))
 ACCELERATE_FILES = sorted(GALLERY_DIRECTORY.glob("*/accelerate.yaml"))
 
 
+@pytest.mark.slow
 def test_gallery_is_current():
     """Run `make gallery` when this fails."""
     expected = {

@@ -171,6 +171,7 @@ def test_slow_links_between_nodes_take_pipelines(gpu):
     assert "gathers and reductions that computation does not hide" in zero3.reason
 
 
+@pytest.mark.slow
 def test_slow_links_beside_fast_ones_keep_what_is_gathered_inside_the_nodes():
     fast = plan(LLAMA_70B, "4x8xH100-80GB")
     slow = plan(LLAMA_70B, replace(parse_hardware("4x8xH100-80GB"), network_bytes_per_s=1.25e9))
@@ -198,6 +199,7 @@ def test_a_sequence_that_nothing_divides_is_suggested_shorter_by_a_few_tokens():
     assert "CP" in found["--seq-len 100000"] or "SP" in found["--seq-len 100000"]
 
 
+@pytest.mark.slow
 def test_adapters_of_a_mixture_are_never_suggested_or_planned_with_expert_parallelism():
     for hardware in ("8xH100-80GB", "8xH200"):
         for method in ("lora", "qlora"):
@@ -428,6 +430,7 @@ def test_tensor_parallelism_in_more_dimensions_is_explained_as_analysis_only(she
     assert labels == {4: "AutoTP", 8: "AutoTP", 16: "not planned here", 64: "not planned here"}
 
 
+@pytest.mark.slow
 def test_the_comparison_is_shown_where_nothing_fits_and_left_out_for_experts(shell):
     flags = ("--hardware", "1xL40S", "--offload", "none", "--explain-tensor-parallel")
     result = shell(CONFIG, *flags)
