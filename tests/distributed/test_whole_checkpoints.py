@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from faults.broken_checkpoints import DAMAGES
 from faults.injection import Fault
-from faults.layouts import ENGINES, STEPS, Workshop, losses_of
-from warm_ranks import OnDemand, RanksFailedError
+from faults.layouts import STEPS, Workshop, losses_of
+from warm_ranks import RanksFailedError
 
 pytestmark = pytest.mark.distributed
 
@@ -20,20 +19,8 @@ def workshop(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) 
     return Workshop(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.fixture(scope="module")
-def whole(workshop: Workshop) -> dict[str, Path]:
-    """The output of a run without a fault, by its engine."""
-
-    def run(engine: str) -> Path:
-        output = workshop.directory / engine
-        workshop.run(engine, output)
-        return output
-
-    return OnDemand(run)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_killed_before_the_record_it_resumes_from_the_one_before(engine, workshop, whole, tmp_path):
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2", "pipeline"])
+def test_killed_before_the_record_it_resumes_from_the_one_before(engine, workshop, tmp_path):
     """All files of the checkpoint are there; without its record nobody knows that."""
     fault = Fault(kind="sigkill", phase="mark", step=4, rank=1)
     with pytest.raises(RanksFailedError, match="SIGKILL"):
@@ -42,26 +29,26 @@ def test_killed_before_the_record_it_resumes_from_the_one_before(engine, worksho
     told = workshop.run(engine, tmp_path / "run", flags=("--resume",))
     assert "skipped: checkpoint-4 has no checkpoint_complete.json" in told
     assert "kept as incomplete-checkpoint-4" in told
-    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole[engine])[2:], abs=1e-6)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole(engine))[2:], abs=1e-6)
     assert len(losses_of(tmp_path / "run")) == STEPS - 2
 
 
 @pytest.mark.parametrize(
     ("engine", "damage"),
-    [("ddp", "drop_optimizer"), ("ddp", "drop_scheduler"), ("fsdp2", "drop_scheduler"), ("zero2", "flip_optimizer")],
+    [("ddp", "drop_scheduler"), ("zero2", "flip_optimizer")],
 )
-def test_a_damaged_checkpoint_is_skipped_for_a_whole_one(engine, damage, workshop, whole, tmp_path):
-    shutil.copytree(whole[engine], tmp_path / "run")
+def test_a_damaged_checkpoint_is_skipped_for_a_whole_one(engine, damage, workshop, tmp_path):
+    shutil.copytree(workshop.whole(engine), tmp_path / "run")
     DAMAGES[damage](tmp_path / "run" / f"checkpoint-{STEPS}")
     told = workshop.run(engine, tmp_path / "run", flags=("--resume",))
     assert f"skipped: checkpoint-{STEPS} " in told
     assert "resuming from checkpoint-4" in told
-    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole[engine])[4:], abs=1e-6)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole(engine))[4:], abs=1e-6)
 
 
-def test_what_cannot_be_carried_over_is_refused_by_name(workshop, whole, tmp_path):
+def test_what_cannot_be_carried_over_is_refused_by_name(workshop, tmp_path):
     """Stage, engine, batch, seed and learning rate: all differences at once, before a state is loaded."""
-    shutil.copytree(whole["zero2"], tmp_path / "run")
+    shutil.copytree(workshop.whole("zero2"), tmp_path / "run")
     changes = {"per_device_train_batch_size": 1, "seed": 6, "learning_rate": 1e-3}
     with pytest.raises(RanksFailedError) as refused:
         workshop.run("ddp", tmp_path / "run", flags=("--resume",), **changes)
@@ -71,16 +58,22 @@ def test_what_cannot_be_carried_over_is_refused_by_name(workshop, whole, tmp_pat
     assert "Traceback" not in refused.value.output
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_fewer_ranks_go_on_with_the_same_losses(engine, workshop, whole, tmp_path):
-    shutil.copytree(whole[engine] / "checkpoint-4", tmp_path / "run" / "checkpoint-4")
-    told = workshop.run(engine, tmp_path / "run", ranks=1, flags=("--resume",), per_device_train_batch_size=4)
-    assert "world_size was 2 and is now 1" in told
-    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole[engine])[4:], abs=1e-5)
+@pytest.mark.parametrize(
+    ("engine", "before", "after"),
+    [("ddp", 2, 1), ("fsdp2", 2, 1), ("zero1", 2, 1), ("zero2", 1, 2), ("zero3", 2, 4)],
+)
+def test_other_ranks_go_on_with_the_same_losses(engine, before, after, workshop, tmp_path):
+    """ZeRO-3 with two groups of parameters, of which DeepSpeed gives the second the weight decay of the first."""
+    whole = workshop.whole(engine, ranks=before)
+    shutil.copytree(whole / "checkpoint-4", tmp_path / "run" / "checkpoint-4")
+    told = workshop.run(engine, tmp_path / "run", ranks=after, flags=("--resume",), **workshop.batch(after))
+    assert f"world_size was {before} and is now {after}" in told
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole)[4:], abs=1e-5)
+    assert sorted(path.name for path in (tmp_path / "run").glob(".universal*")) == []
 
 
-def test_a_run_that_is_done_takes_no_step_more(workshop, whole, tmp_path):
-    shutil.copytree(whole["ddp"], tmp_path / "run")
+def test_a_run_that_is_done_takes_no_step_more(workshop, tmp_path):
+    shutil.copytree(workshop.whole("ddp"), tmp_path / "run")
     with pytest.raises(RanksFailedError) as refused:
         workshop.run("ddp", tmp_path / "run", flags=("--resume",))
     assert f"all of {STEPS} steps are done" in refused.value.output

@@ -23,6 +23,8 @@ from faults.layouts import ENGINES, STEPS, Workshop, losses_of
 Row = dict[str, Any]
 SAVED_AT = 4
 TOLERANCE = 1e-6
+SUMMED_TOLERANCE = 1e-5
+"""Where other ranks add up the same numbers in another order."""
 _HUB_SECONDS = 90
 _SHIM = Path(__file__).with_name("file_operations.c")
 
@@ -57,16 +59,9 @@ def run(part: str, directory: Path, engines: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _whole(workshop: Workshop, engine: str) -> list[float]:
-    output = workshop.directory / "whole" / engine
-    if not (output / "losses.json").exists():
-        workshop.run(engine, output)
-    return losses_of(output)
-
-
 def _resumed(workshop: Workshop, engine: str, output: Path) -> tuple[bool, str]:
     """Go on after a fault, and compare every loss with the run that had none."""
-    whole = _whole(workshop, engine)
+    whole = losses_of(workshop.whole(engine))
     try:
         told = workshop.run(engine, output, flags=("--resume",))
     except RanksFailedError as error:
@@ -158,17 +153,38 @@ def signals(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
 def checkpoints(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
     """Damages of the newest checkpoint: it is skipped for the one before, or refused by name."""
     for engine in engines:
-        _whole(workshop, engine)
+        whole = workshop.whole(engine)
         for name, damage in DAMAGES.items():
             output = workshop.directory / "damaged"
             shutil.rmtree(output, ignore_errors=True)
-            shutil.copytree(workshop.directory / "whole" / engine, output)
+            shutil.copytree(whole, output)
             damage(output / f"checkpoint-{STEPS}")
             went_on, happened = _resumed(workshop, engine, output)
             right = went_on and "checkpoint-4" in happened
             if name in REFUSED:
                 right = "exit code 2" in happened and "resume:" in happened
             yield {"where": engine, "fault": name.replace("_", " "), "happened": happened, "expected": right}
+
+
+def other_ranks(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """Fewer and more ranks than saved the checkpoint, with the same samples in every step."""
+    for engine in (one for one in engines if one != "pipeline"):
+        for before, after in ((2, 1), (1, 2), (2, 4)):
+            whole = workshop.whole(engine, ranks=before)
+            output = workshop.directory / "other-ranks"
+            shutil.rmtree(output, ignore_errors=True)
+            shutil.copytree(whole / f"checkpoint-{SAVED_AT}", output / f"checkpoint-{SAVED_AT}")
+            row = {"where": engine, "fault": f"saved by {before}, resumed by {after}"}
+            try:
+                workshop.run(engine, output, ranks=after, flags=("--resume",), **workshop.batch(after))
+            except RanksFailedError as error:
+                happened = f"resume failed: {str(error).splitlines()[0]}: {_last_line(error.output)}"
+                yield row | {"happened": happened, "expected": False}
+                continue
+            pairs = zip(losses_of(output), losses_of(whole)[SAVED_AT:], strict=True)
+            difference = max(abs(one - other) for one, other in pairs)
+            happened = f"resumed from checkpoint-{SAVED_AT}, largest difference {difference:.1e}"
+            yield row | {"happened": happened, "expected": difference <= SUMMED_TOLERANCE}
 
 
 def models(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
@@ -246,6 +262,7 @@ PARTS: dict[str, Callable[[Workshop, Sequence[str]], Iterator[Row]]] = {
     "disks": full_disks,
     "signals": signals,
     "checkpoints": checkpoints,
+    "ranks": other_ranks,
     "models": models,
     "hub": hub,
 }

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,11 @@ def _callback(fault: Fault) -> type:
     if fault.kind in FILE_ERRORS:
 
         def disarmed(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == fault.step:
+            if state.global_step == fault.step + 1:
+                # A save ends beside the next step, in a thread of its own.
+                for thread in threading.enumerate():
+                    if thread.name == f"checkpoint-{fault.step}":
+                        thread.join()
                 ctypes.CDLL(None).fault_disarm()
 
         FaultCallback.on_step_begin = disarmed  # type: ignore[assignment, method-assign]

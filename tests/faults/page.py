@@ -11,6 +11,7 @@ TITLES = {
     "disks": "Full and failing disks while saving",
     "signals": "Signals to one rank",
     "checkpoints": "Damaged checkpoints",
+    "ranks": "Other ranks than saved the checkpoint",
     "models": "Broken models",
     "hub": "A Hub that misbehaves",
 }
@@ -30,6 +31,10 @@ def text(results: Mapping[str, Mapping[str, Any]], *, steps: int = 6) -> str:
     for part, title in TITLES.items():
         if part in results:
             parts.append(_section(title, part, results[part]["rows"]))
+    if "overhead" in results:
+        parts.append(_overhead(results["overhead"]))
+    if "soak" in results:
+        parts.append(_soak(results["soak"]))
     return "\n".join(parts)
 
 
@@ -65,6 +70,53 @@ def _kills(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"| {where} | {len(own)} | {', '.join(kinds)} | {shown} | {largest} |")
     bad = [row for row in rows if not row["expected"]]
     lines += ["", *(f"- not as expected: {row['where']}, {row['fault']}: {row['happened']}" for row in bad)]
+    return "\n".join(lines) + "\n"
+
+
+def _overhead(found: Mapping[str, Any]) -> str:
+    """What whole checkpoints and the guard cost."""
+    lines = [
+        "## What it costs\n",
+        f"`python benchmarks/checkpoint_overhead.py --write`: {found['ranks']} CPU ranks, a checkpoint of "
+        f"{found['checkpoint_megabytes']} MB, {found['rounds']} turns of each way. A turn is a save and the "
+        f"{found['steps_after_a_save']} steps after it. A bare save takes {found['save_seconds']:.2f} s and leaves its "
+        "bytes in the page cache.\n",
+        "| save | training stands still for | turn of save and steps | processor time added to the turn |",
+        "|---|---|---|---|",
+        f"| bare | | {found['turn_seconds']['bare']:.2f} s | |",
+    ]
+    for way in ("waited for", "beside the training"):
+        still, turn, added = (
+            found[name][way] for name in ("standstill_of_save", "turn_seconds", "processor_added_seconds")
+        )
+        lines.append(f"| made whole, {way} | {still:.1%} of a save | {turn:.2f} s | {added:+.2f} s |")
+    plain, guarded = (found["step_seconds"][way] for way in ("plain", "guarded"))
+    lines += [
+        "",
+        f"Steps in turns with and without the guard took {guarded:.3f} and {plain:.3f} s "
+        f"({found['guarded_by_plain']:+.2%}); its decision takes {found['guard_processor_of_step']:.3%} of a step in "
+        "processor time.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _soak(found: Mapping[str, Any]) -> str:
+    """What many steps leave behind."""
+    shown = " / ".join(str(step) for step in found["seen_after"])
+    lines = [
+        "## Many steps\n",
+        f"`python benchmarks/soak.py --write`: {found['steps']} steps on two CPU ranks with guard and checkpoints, one "
+        f"every {found['save_steps']} steps. What a rank holds after {shown} steps, and what the launch left.\n",
+        "| engine | rank | resident MB | descriptors | threads | mapped in /dev/shm | left in /dev/shm |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        cells = [" / ".join(f"{one['bytes'] / 1e6:.0f}" for one in row["seen"])]
+        cells += [
+            " / ".join(str(one[name]) for one in row["seen"]) for name in ("descriptors", "threads", "shared_names")
+        ]
+        left = len(row["left_in_shared_memory"])
+        lines.append(f"| {row['engine']} | {row['rank']} | {' | '.join(cells)} | {left} |")
     return "\n".join(lines) + "\n"
 
 

@@ -30,19 +30,21 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     return found
 
 
-def together(work: Callable[[], None] | None, what: str) -> None:
+def together(work: Callable[[], Result] | None, what: str) -> Result | None:
     """Do this rank's part, if it has one, and fail on every rank when one of them fails.
 
     Raises:
         ShardwrightError: says which rank failed, and why.
     """
     failure: Exception | None = None
+    result: Result | None = None
     try:
         if work is not None:
-            work()
+            result = work()
     except (OSError, ShardwrightError) as error:
         failure = error
     told = gathered(None if failure is None else f"{what}: {failure}")
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
     if failed:
         raise ShardwrightError("; ".join(failed)) from failure
+    return result

@@ -2,7 +2,8 @@
 
 In transformers 5.17.0 `Trainer._save_checkpoint` writes into `checkpoint-N` file by file, deletes older checkpoints
 before the new one is on the disk, and `get_last_checkpoint` takes the newest directory whatever it holds. `on_save`
-comes right after, on every rank: there the files are flushed, the ranks agree, and the first one writes the record.
+comes right after, on every rank: once all ranks have written theirs, a thread flushes the files, takes their checksums
+and writes the record, while the training goes on. Until then the checkpoint is not whole, and older ones stay.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...plugins.deepspeed.other_ranks import load_from_other_ranks
+from ...plugins.launching.beside import Beside
 from ...plugins.launching.notes import Notify, note_on_first_rank
+from ...plugins.transformers.finite_weights import gathered
 from .agreement import on_first_rank, together
-from .record import flush_tree, write_record
+from .record import FileRecord, flush_tree, flushed_records, write_record
 from .resume_rules import compared
 from .run_facts import run_facts
 from .selection import Selection, checkpoints, named_checkpoint, newest_whole, rotate, set_aside
@@ -28,7 +32,8 @@ class CheckpointCallback(TrainerCallback):
 
     Attach it last, so that what other callbacks add to a checkpoint is in its record. Checkpoints that are not whole,
     and those past the step that a run goes on from, are renamed when training begins; `save_total_limit` keeps its
-    meaning, but for at least two that stay. All ranks must see one output directory.
+    meaning, but for at least two that stay. All ranks must see one output directory. The record of a checkpoint is
+    written while the next steps run, and before the next save and the end of training, however it ends.
 
     Args:
         facts: What else a checkpoint remembers of its run and a resumed one is compared with, such as the plan.
@@ -45,17 +50,30 @@ class CheckpointCallback(TrainerCallback):
         self._trainer: Any = None
         self._facts: dict[str, Any] | None = None
         self._limit: int | None = None
+        self._finish: Beside[Callable[[], None] | None] | None = None
+        self._nodes = 1
 
     def attach(self, trainer: Any) -> None:
         """Add this callback to a Trainer, behind all others."""
         self._trainer = trainer
+        train = trainer.train
+
+        def train_and_finish(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                self._end()
+
+        trainer.train = train_and_finish
         trainer.add_callback(self)
 
-    def asked(self, resume: str | bool | None) -> str | None:
-        """Return what `TrainingArguments.resume_from_checkpoint` asks for: a named checkpoint, or with true the newest.
+    def asked(self, resume: str | bool | Selection | None) -> str | None:
+        """Return what a run is to go on from: a named checkpoint, with true the newest, or one that was read already.
 
         Every rank must call it; `newest` and `named` say what it raises.
         """
+        if isinstance(resume, Selection):
+            return self._resumed(lambda: resume)
         if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):
             return self.named(resume)
         return self.newest() if str(resume).lower() == "true" else None
@@ -89,7 +107,7 @@ class CheckpointCallback(TrainerCallback):
         """Choose on the first rank alone, which reads every byte, and tell the others."""
         facts = self._run_facts()
 
-        def chosen() -> str:
+        def chosen() -> tuple[str, bool]:
             selection = choose()
             faults, remarks = compared(selection.record.facts, facts)
             faults += _finished_faults(selection, facts, self._trainer.args.max_steps)
@@ -98,9 +116,12 @@ class CheckpointCallback(TrainerCallback):
             for line in (*(f"skipped: {one}" for one in selection.skipped), *remarks):
                 self._notify(line)
             self._notify(f"resuming from {selection.path.name}")
-            return str(selection.path)
+            return str(selection.path), selection.record.facts.get("world_size") != facts["world_size"]
 
-        return on_first_rank(chosen)
+        path, has_other_ranks = on_first_rank(chosen)
+        if has_other_ranks and facts["engine"] == "deepspeed":
+            load_from_other_ranks()
+        return path
 
     def _run_facts(self) -> dict[str, Any]:
         if self._facts is None:
@@ -123,25 +144,81 @@ class CheckpointCallback(TrainerCallback):
             set_aside(Path(args.output_dir), after_step=state.global_step, notify=self._notify)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Flush, agree, and mark the checkpoint complete.
+        """Begin to finish the checkpoint: flush it, take checksums, mark it complete; wait where training stops.
 
         Raises:
-            ShardwrightError: a rank could not; the checkpoint stays incomplete, older ones stay whole.
+            ShardwrightError: a rank could not finish an earlier one; it stays incomplete, older ones stay whole.
         """
-        output_dir = Path(args.output_dir)
-        directory = output_dir / f"checkpoint-{state.global_step}"
-        flush = (lambda: flush_tree(directory)) if args.local_process_index == 0 else None
-        together(flush, f"{directory} could not be flushed to the disk")
+        self._settle(args, wait=True)
+        # The state goes on counting while the thread works.
+        output_dir, step = Path(args.output_dir), state.global_step
+        directory = output_dir / f"checkpoint-{step}"
+        # No rank is past this before all of them have written their files.
+        self._nodes = nodes = sum(gathered(args.local_process_index == 0))
+        facts = self._run_facts()
 
-        def finish() -> None:
-            write_record(directory, step=state.global_step, facts=self._run_facts())
+        def mark(files: Mapping[str, FileRecord]) -> None:
+            write_record(directory, step=step, files=files, facts=facts)
             rotate(output_dir, limit=self._limit, best=state.best_model_checkpoint, notify=self._notify)
 
-        together(finish if args.should_save else None, f"{directory} could not be marked complete")
+        def finish() -> Callable[[], None] | None:
+            if not args.should_save:
+                flush_tree(directory)
+                return None
+            files = flushed_records(directory)
+            if nodes > 1:
+                return lambda: mark(files)
+            mark(files)
+            return None
+
+        has_part = args.should_save or args.local_process_index == 0
+        self._finish = Beside(finish if has_part else None, directory.name)
+        if control.should_training_stop:
+            self._settle(args, wait=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look whether the last checkpoint is finished; wait for it before the next one, and where training stops.
+
+        Raises:
+            ShardwrightError: a rank could not finish it; it stays incomplete, older ones stay whole.
+        """
+        self._settle(args, wait=control.should_save or control.should_training_stop)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the last checkpoint before the one of this epoch.
+
+        Raises:
+            ShardwrightError: as `on_step_end`.
+        """
+        self._settle(args, wait=control.should_save)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the Trainer its own rotation back."""
+        """Wait for the last checkpoint, and give the Trainer its own rotation back.
+
+        Raises:
+            ShardwrightError: as `on_step_end`.
+        """
+        self._settle(args, wait=True)
         args.save_total_limit = self._limit
+
+    def _end(self) -> None:
+        """Wait for what an exception left unfinished, without the other ranks, which may be gone."""
+        finish, self._finish = self._finish, None
+        if finish is not None and finish.ended():
+            try:
+                finish.result()
+            except (OSError, ShardwrightError) as error:
+                self._notify(f"{finish.name} could not be finished: {error}")
+
+    def _settle(self, args: Any, *, wait: bool) -> None:
+        """Agree that the last checkpoint is finished, or failed; every rank must call it."""
+        finish = self._finish
+        if finish is None or not finish.ended_everywhere(args.device, wait=wait):
+            return
+        self._finish = None
+        mark = together(finish.result, f"{finish.name} could not be finished")
+        if self._nodes > 1:
+            together(mark, f"{finish.name} could not be marked complete")
 
 
 def _finished_faults(selection: Selection, facts: Mapping[str, Any], max_steps: int) -> list[Fault]:

@@ -8,7 +8,8 @@ checksum is XXH3, which reads faster than memory is copied; it finds damage, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from ...ds_configs.plan.write import flush, write_files
 
 RECORD = "checkpoint_complete.json"
 SCHEMA_VERSION = 1
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**20
+_FILES_AT_ONCE = 4
+Reader = Callable[[Path], "CheckpointRecord"]
+"""`read_whole`, or `read_complete` where the bytes themselves are looked at later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,27 +50,51 @@ class NotWholeError(Exception):
     """A checkpoint is cut short or damaged; the message says where."""
 
 
-def write_record(directory: Path, *, step: int, facts: Mapping[str, Any]) -> CheckpointRecord:
+def file_records(directory: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
+    """Return size and checksum of files below a directory, of all of them where none are named.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    read = list(_names(directory) if names is None else names)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        return dict(zip(read, pool.map(lambda name: _file_record(directory / name), read), strict=True))
+
+
+def write_record(directory: Path, *, step: int, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
     """Mark a checkpoint complete, once `flush_tree` has run on every node that wrote to it.
 
     Raises:
         ShardwrightError: the record cannot be written.
-        OSError: a file cannot be read.
     """
-    files = {name: _file_record(directory / name) for name in _names(directory)}
     record = CheckpointRecord(step=step, files=files, facts=dict(facts))
     text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(record)}, indent=1) + "\n"
     write_files({RECORD: text}, directory, force=True)
-    flush(directory)
     flush(directory.parent)
-    return record
 
 
 def read_whole(directory: Path) -> CheckpointRecord:
-    """Return the record of a checkpoint after every file was compared with it.
+    """Return the record of a checkpoint after every byte of it was compared.
 
     Raises:
         NotWholeError: the first file that is missing, shorter, longer or different, or why there is no record.
+    """
+    record = read_complete(directory)
+    try:
+        found = file_records(directory, record.files)
+    except OSError as error:
+        raise NotWholeError(f"cannot be read ({error})") from None
+    for name, expected in record.files.items():
+        if found[name] != expected:
+            raise NotWholeError(f"{name} holds other bytes than were saved")
+    return record
+
+
+def read_complete(directory: Path) -> CheckpointRecord:
+    """Return the record of a checkpoint whose files are all there with their sizes; reads none of them.
+
+    Raises:
+        NotWholeError: the first file that is missing, shorter or longer, or why there is no record.
     """
     record = read_record(directory)
     for name, expected in record.files.items():
@@ -76,9 +104,6 @@ def read_whole(directory: Path) -> CheckpointRecord:
         size = path.stat().st_size
         if size != expected.size_bytes:
             raise NotWholeError(f"{name} has {size} of {expected.size_bytes} bytes")
-    for name, expected in record.files.items():
-        if _file_record(directory / name) != expected:
-            raise NotWholeError(f"{name} holds other bytes than were saved")
     return record
 
 
@@ -104,10 +129,22 @@ def read_record(directory: Path) -> CheckpointRecord:
 
 def flush_tree(directory: Path) -> None:
     """Wait until every file below a directory, and their names, are on the disk; one process of each node calls it."""
-    for path in directory.rglob("*"):
-        if not path.is_symlink():
-            flush(path)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        list(pool.map(flush, [path for path in directory.rglob("*") if not path.is_symlink()]))
     flush(directory)
+
+
+def flushed_records(directory: Path) -> dict[str, FileRecord]:
+    """Do what `flush_tree` does, and return what `file_records` does, both at once.
+
+    Raises:
+        OSError: a file cannot be read, or not be written to the disk.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        flushing = pool.submit(flush_tree, directory)
+        records = file_records(directory)
+        flushing.result()
+    return records
 
 
 def _names(directory: Path) -> Iterator[str]:
@@ -125,9 +162,9 @@ def _inside(name: str) -> str:
 def _file_record(path: Path) -> FileRecord:
     import xxhash
 
-    found, size = xxhash.xxh3_128(), 0
+    found, size, chunk = xxhash.xxh3_128(), 0, bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            found.update(chunk)
-            size += len(chunk)
+        while count := stream.readinto(chunk):
+            found.update(memoryview(chunk)[:count])
+            size += count
     return FileRecord(size_bytes=size, xxh3_128=found.hexdigest())

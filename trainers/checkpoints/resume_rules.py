@@ -51,8 +51,6 @@ RULES = (
     Rule(fact="plan", action="remarked", why="the run is compared with the new plan"),
     Rule(fact="versions", action="remarked", why="other versions may compute other losses"),
 )
-TIED_TO_WORLD_SIZE = "deepspeed"
-"""Engine whose optimizer states fit the world size that saved them alone."""
 
 
 def compared(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Fault], list[str]]:
@@ -75,10 +73,7 @@ def compared(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Fau
 
 
 def _action(rule: Rule, saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Action, str, str]:
-    if rule.fact == "world_size":
+    if rule.fact == "world_size" and saved.get("axes"):
         fix = f"launch {saved[rule.fact]} ranks, or start anew from its weights by naming it as the model"
-        if saved.get("axes"):
-            return "refused", "stages and axes keep their ranks", fix
-        if now.get("engine") == TIED_TO_WORLD_SIZE:
-            return "refused", "DeepSpeed's states fit the ranks that saved them", fix
+        return "refused", "stages and axes keep their ranks", fix
     return rule.action, rule.why, _ANEW

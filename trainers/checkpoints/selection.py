@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
-from .record import RECORD, CheckpointRecord, NotWholeError, read_record, read_whole
+from .record import RECORD, CheckpointRecord, NotWholeError, Reader, read_record, read_whole
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 FEWEST_KEPT = 2
@@ -42,8 +42,8 @@ def checkpoints(output_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def newest_whole(output_dir: Path) -> Selection:
-    """Return the newest checkpoint of a run that is whole.
+def newest_whole(output_dir: Path, read: Reader = read_whole) -> Selection:
+    """Return the newest checkpoint of a run that is whole, as `read` tells.
 
     Raises:
         UsageError: there is no checkpoint.
@@ -52,7 +52,7 @@ def newest_whole(output_dir: Path) -> Selection:
     skipped: list[tuple[Path, str]] = []
     for path in reversed(checkpoints(output_dir).values()):
         try:
-            record = read_whole(path)
+            record = read(path)
         except NotWholeError as error:
             skipped.append((path, str(error)))
             continue

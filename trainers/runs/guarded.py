@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..checkpoints.selection import Selection
 
 
-def train_guarded(trainer: Any, *, resume: str | bool | None, **guards: Any) -> None:
+def train_guarded(trainer: Any, *, resume: str | bool | Selection | None, **guards: Any) -> None:
     """Train with `GuardCallback` and `CheckpointCallback`, behind all other callbacks; every rank must call it.
 
     Args:
         trainer: Any Trainer, with all of its other callbacks.
-        resume: A checkpoint, or true for the newest whole one; `None` begins at step 0.
+        resume: A checkpoint, true for the newest whole one, or one that was read; `None` begins at step 0.
         **guards: Arguments of `GuardCallback`.
 
     Raises:

@@ -24,9 +24,10 @@ from ...plugins.transformers.training_arguments import (
     weights_dtype,
 )
 from ..checkpoints.agreement import on_first_rank
+from ..checkpoints.selection import Selection
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from .checkpoints import last_checkpoint
+from .checkpoints import whole_checkpoint
 from .guarded import train_guarded
 from .settings import (
     EVALUATION_SAMPLES,
@@ -45,10 +46,10 @@ PROGRESS = "shardwright-progress: "
 Job = TypeVar("Job", bound=RankJob)
 
 
-def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine]:
-    """Return the training arguments of this rank and its engine; ZeRO-3 needs them before any weight is made.
+def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine, Selection | None]:
+    """Return the training arguments of this rank, its engine, and the whole checkpoint that it goes on from.
 
-    `resume_from_checkpoint` is the checkpoint to go on from, or `None`.
+    ZeRO-3 needs the arguments before any weight is made; their `resume_from_checkpoint` is the checkpoint's directory.
 
     Raises:
         ShardwrightError: other ranks came up than were planned.
@@ -62,9 +63,9 @@ def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine]:
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
     prepare_nvme_offload(arguments)
-    found = on_first_rank(lambda: last_checkpoint(Path(job.output_dir))) if job.resume else None
-    arguments.resume_from_checkpoint = None if found is None else str(found)
-    return arguments, engine
+    resumed = on_first_rank(lambda: whole_checkpoint(Path(job.output_dir))) if job.resume else None
+    arguments.resume_from_checkpoint = None if resumed is None else str(resumed.path)
+    return arguments, engine, resumed
 
 
 def trained_model(
@@ -160,12 +161,12 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
     return Recorder()
 
 
-def train_recorded(trainer: Any, job: LaunchedJob, *, evaluates_last: bool) -> Any:
-    """Train as the arguments of `rank_arguments` say, and return the recorder of the steps."""
+def train_recorded(trainer: Any, job: LaunchedJob, resumed: Selection | None, *, evaluates_last: bool) -> Any:
+    """Train from the checkpoint of `rank_arguments`, or from step 0, and return the recorder of the steps."""
     recorder = step_recorder(Path(job.output_dir), evaluates_last=evaluates_last)
     trainer.add_callback(recorder)
     trainer.add_callback(progress_callback())
-    train_guarded(trainer, resume=trainer.args.resume_from_checkpoint)
+    train_guarded(trainer, resume=resumed)
     return recorder
 
 

@@ -35,7 +35,7 @@ def train_on_rank(job: TrainJob, work: Path) -> None:
     """Build everything in the order that ZeRO-3 needs (arguments before weights), train, evaluate and save."""
     from transformers import AutoTokenizer
 
-    arguments, engine = rank_arguments(job)
+    arguments, engine, resumed = rank_arguments(job)
     prepare_model_directory_save(arguments)
     plan = Plan.load(Path(job.output_dir) / PLAN_DIRECTORY)
     parallelism = planned_parallelism(plan)
@@ -52,7 +52,7 @@ def train_on_rank(job: TrainJob, work: Path) -> None:
     )
     strategy = plan.chosen.strategy
     trainer.add_callback(_before_training(trainer, strategy))
-    recorder = train_recorded(trainer, job, evaluates_last=False)
+    recorder = train_recorded(trainer, job, resumed, evaluates_last=False)
     after = held_out(trainer, strategy)
     save_model_directory(trainer, job.output_dir)
     end_rank(trainer, lambda peak: _result(trainer, recorder, job, peak, after), work)

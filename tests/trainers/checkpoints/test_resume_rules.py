@@ -6,15 +6,14 @@ import pytest
 from shardwright.trainers.checkpoints.resume_rules import compared
 
 
-@pytest.mark.parametrize(("engine", "axes"), [("deepspeed", {}), ("ddp", {"pipeline_stages": 2})])
-def test_other_ranks_are_refused_where_states_fit_those_that_saved_them(engine, axes):
-    saved = {"engine": engine, "axes": axes, "world_size": 4}
+def test_other_ranks_are_refused_where_states_fit_those_that_saved_them():
+    saved = {"engine": "deepspeed", "axes": {"pipeline_stages": 2}, "world_size": 4}
     (fault,), remarks = compared(saved, saved | {"world_size": 2})
     assert (fault.where, fault.value, remarks) == ("resume: world_size", 2, [])
     assert fault.fix.startswith("launch 4 ranks, or start anew")
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "deepspeed"])
 def test_other_ranks_go_on_where_states_are_whole_or_resharded(engine):
     faults, (remark,) = compared({"engine": engine, "world_size": 4}, {"engine": engine, "world_size": 2})
     assert not faults

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.checkpoints.record import RECORD, NotWholeError, read_whole, write_record
+from shardwright.trainers.checkpoints.record import (
+    RECORD,
+    NotWholeError,
+    flushed_records,
+    read_complete,
+    read_whole,
+    write_record,
+)
 from shardwright.trainers.checkpoints.selection import named_checkpoint, newest_whole, rotate, set_aside
 
 FILES = {"model.safetensors": b"w" * 1000, "optimizer.pt": b"o" * 3000, "global_step4/rank0.pt": b"z" * 500}
@@ -21,7 +28,7 @@ def checkpoint(output_dir: Path, step: int, *, complete: bool = True) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
     if complete:
-        write_record(directory, step=step, facts={"engine": "ddp"})
+        write_record(directory, step=step, files=flushed_records(directory), facts={"engine": "ddp"})
     return directory
 
 
@@ -62,6 +69,15 @@ def test_each_damage_of_each_file_is_found_and_named(tmp_path, name, damage):
     damage(directory / name)
     with pytest.raises(NotWholeError, match=name):
         read_whole(directory)
+
+
+def test_sizes_alone_are_looked_at_where_bytes_are_read_later(tmp_path):
+    directory = checkpoint(tmp_path, 4)
+    damage_flip(directory / "optimizer.pt")
+    assert newest_whole(tmp_path, read_complete).path == directory
+    damage_truncate(directory / "optimizer.pt")
+    with pytest.raises(RefusedInputError, match="2999 of 3000 bytes"):
+        newest_whole(tmp_path, read_complete)
 
 
 @given(st.binary(max_size=200))

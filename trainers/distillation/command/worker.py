@@ -32,12 +32,12 @@ def teach(job: WorkerJob, work: Path) -> None:
     """Build everything in the order that ZeRO-3 needs (arguments before weights), train, evaluate and save."""
     from transformers import AutoTokenizer
 
-    arguments, engine = rank_arguments(job)
+    arguments, engine, resumed = rank_arguments(job)
     prepare_model_directory_save(arguments)
     tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
     student = trained_model(job.student, job.settings, arguments, engine)
     trainer = _trainer(job, work, arguments, student, _teacher(job, arguments, engine), tokenizer)
-    recorder = train_recorded(trainer, job, evaluates_last=True)
+    recorder = train_recorded(trainer, job, resumed, evaluates_last=True)
     save_model_directory(trainer, job.output_dir)
     end_rank(trainer, lambda peak: _result(trainer, recorder, peak, job), work)
 

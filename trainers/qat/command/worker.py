@@ -33,7 +33,7 @@ def train_quantized(job: QATJob, work: Path) -> None:
 
     from ..callback import QATCallback
 
-    arguments, engine = rank_arguments(job)
+    arguments, engine, resumed = rank_arguments(job)
     tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
     model = trained_model(job.model, job.settings, arguments, engine)
     config = qat_config(job.settings, stored_dtype=job.stored_dtype)
@@ -42,7 +42,7 @@ def train_quantized(job: QATJob, work: Path) -> None:
     samples = read_samples(work)
     trainer = _trainer(job, arguments, engine, tokenizer, model=model, callback=callback, samples=samples)
     trainer.add_callback(starting_point_callback(trainer))
-    recorder = train_recorded(trainer, job, evaluates_last=False)
+    recorder = train_recorded(trainer, job, resumed, evaluates_last=False)
     trained = held_out_cross_entropy(trainer)
     probe = [
         list(sample["input_ids"][:_PROBE_TOKENS])
