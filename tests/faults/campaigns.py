@@ -178,7 +178,8 @@ def other_ranks(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
             try:
                 workshop.run(engine, output, ranks=after, flags=("--resume",), **workshop.batch(after))
             except RanksFailedError as error:
-                happened = f"resume failed: {str(error).splitlines()[0]}: {_last_line(error.output)}"
+                how = str(error).splitlines()[0].partition(": ")[0]
+                happened = f"resume failed: {how}: {_last_line(error.output)}"
                 yield row | {"happened": happened, "expected": False}
                 continue
             pairs = zip(losses_of(output), losses_of(whole)[SAVED_AT:], strict=True)
