@@ -5,8 +5,8 @@ unless they were converted (`checkpoint/ds_to_universal.py`) and `checkpoint.loa
 lost then, of which the first two are put right here and the last refused:
 
 - ZeRO-3 gives every parameter group the weight decay of the first (`runtime/zero/stage3.py:3684`);
-- ZeRO-3 computes the first step with norms of the fresh model: small parameters stay whole on every rank, and only
-  `_rigid_load_state_dict` divides them, so that they are gathered anew (`runtime/zero/stage3.py:3643`);
+- ZeRO-3 gives all its groups one count of steps, a tensor that every group then raises, so that Adam corrects its bias
+  for too many steps (`runtime/zero/stage3.py:3676`);
 - buffers are not read, since the module's own state is passed over (`runtime/engine.py:4660`).
 """
 
@@ -50,12 +50,8 @@ def load_from_other_ranks() -> None:
             return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
         if faults := _faults(engine, source):
             raise UsageError(faults)
-        with _universal(engine, source) as converted, _own_hyperparameters(engine):
-            found = load_checkpoint(engine, str(converted.parent), converted.name, *args, **kwargs)
-        if small := getattr(engine.optimizer, "persistent_parameters", None):
-            small[0].partition(small)
-            small[0].all_gather(small)
-        return found
+        with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
+            return load_checkpoint(engine, str(converted.parent), converted.name, *args, **kwargs)
 
     DeepSpeedEngine.load_checkpoint = load
 
@@ -143,10 +139,13 @@ def _convert(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _own_hyperparameters(engine: Any) -> Iterator[None]:
-    """Give each parameter group its own values back, but for the learning rate, which is the checkpoint's."""
-    groups = engine.optimizer.optimizer.param_groups
+def _own_values(optimizer: Any) -> Iterator[None]:
+    """Give each parameter group its own values back, but for the loaded learning rate, and a count of steps."""
+    groups = optimizer.param_groups
     before = [{name: value for name, value in group.items() if name not in ("params", "lr")} for group in groups]
     yield
     for group, own in zip(groups, before, strict=True):
         group |= own
+    for state in optimizer.state.values():
+        if hasattr(state.get("step"), "clone"):
+            state["step"] = state["step"].clone()
