@@ -4,9 +4,9 @@ Seen with deepspeed 0.19.8: `load_checkpoint` raises for states of another numbe
 unless they were converted (`checkpoint/ds_to_universal.py`) and `checkpoint.load_universal` is set. Three things are
 lost then, of which the first two are put right here and the last refused:
 
-- ZeRO-3 gives every parameter group the weight decay of the first (`runtime/zero/stage3.py:3684`);
+- ZeRO-3 gives every parameter group the weight decay of the first (`runtime/zero/stage3.py:3691`);
 - ZeRO-3 gives all its groups one count of steps, a tensor that every group then raises, so that Adam corrects its bias
-  for too many steps (`runtime/zero/stage3.py:3676`);
+  for too many steps (`runtime/zero/stage3.py:3681`);
 - buffers are not read, since the module's own state is passed over (`runtime/engine.py:4660`).
 """
 
