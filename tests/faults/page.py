@@ -31,6 +31,8 @@ def text(results: Mapping[str, Mapping[str, Any]], *, steps: int = 6) -> str:
     for part, title in TITLES.items():
         if part in results:
             parts.append(_section(title, part, results[part]["rows"]))
+            if note := results[part].get("note"):
+                parts.append(f"{note}\n")
     if "overhead" in results:
         parts.append(_overhead(results["overhead"]))
     if "soak" in results:
