@@ -5,6 +5,7 @@ Sources: accelerate/commands/launch.py, commands/config/config_args.py, utils/la
 
 from __future__ import annotations
 
+from .combinations import check_combinations, columns_of_accelerate, settings_of_accelerate
 from .fsdp import check_fsdp
 from .keys import KeyWalker, Schema, load_keys, nearest_key
 from .parallelism import check_parallelism
@@ -57,6 +58,7 @@ def check_accelerate(report: Report, *, world_size: int | None) -> None:
     _check_deepspeed(report, schema)
     check_fsdp(report)
     check_parallelism(report, world_size=world_size)
+    check_combinations(settings_of_accelerate(report), columns_of_accelerate(report))
 
 
 def _check_sagemaker(report: Report, schema: Schema) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..quantization.compression_training import REMOVED_BLOCKS, message
 from .axes import check_axes
 from .batch import check_batch
+from .combinations import check_deepspeed_combinations
 from .keys import KeyWalker, Schema, load_keys, nearest_key
 from .report import MAXIMUM_FINDINGS, Report
 from .tree import Entry
@@ -53,6 +54,7 @@ def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers
     check_batch(report, world_size=world_size, uses_transformers=uses_transformers)
     if uses_transformers:
         _check_trainer_keys(report)
+        check_deepspeed_combinations(report)
 
 
 def _check_keys(report: Report, schema: Schema, uses_transformers: bool) -> None:

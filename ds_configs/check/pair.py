@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from .accelerate import check_accelerate
+from .combinations import (
+    check_combinations,
+    columns_of_accelerate,
+    columns_of_deepspeed,
+    settings_of_accelerate,
+    settings_of_deepspeed,
+)
 from .deepspeed import check_deepspeed
 from .parsing import detect_kind, parse
 from .report import Finding, Report, from_problem, in_order
@@ -60,6 +67,9 @@ def check_pair(
     processes = launch.integer("num_processes") or world_size
     check_deepspeed(config, world_size=_ranks(launch, processes), uses_transformers=uses_transformers)
     _check_precision(launch, config)
+    if uses_transformers:
+        check_combinations(settings_of_deepspeed(config), columns_of_accelerate(launch))
+        check_combinations(settings_of_accelerate(launch), columns_of_deepspeed(config))
     if not config.has("zero_optimization") and not uses_transformers:
         config.error("zero_optimization", "is missing, and Accelerate refuses such a config", "add the section")
     init = str(launch.value("deepspeed_config.zero3_init_flag")).lower()

@@ -51,6 +51,7 @@ SETTINGS: Mapping[str, str] = {
     "label_smoothing": "label smoothing",
     "packing": "documents that share a row",
     "streams": "data sets without a length",
+    "last_batch": "a last batch that ranks do not share evenly (even_batches)",
     "split_batches": "batches that Accelerate splits (split_batches)",
     "compile": "torch.compile",
     "bf16": "bf16 mixed precision",
@@ -73,7 +74,6 @@ DRAWN, QAT, DISTILLED = (
     "tests/distributed/test_qat_layouts.py",
     "tests/distributed/test_distillation_layouts.py",
 )
-EXPERTS = "tests/distributed/test_expert_parallel.py"
 ZERO0 = "tests/distributed/test_losses_equal.py"
 """Also holds what DeepSpeed does there in 16 bit, and what every run says of it: a first step on zero gradients."""
 
@@ -82,8 +82,9 @@ _OFFLOADED = "zero_offload fsdp2_offload"
 _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
 
 _PROVEN: tuple[tuple[str, str, str], ...] = (
-    (DRAWN, "qat learned_scales", f"{_DATA_PARALLEL} sp cp"),
-    (DRAWN, "pruning global_pruning l1", f"{_DATA_PARALLEL} sp cp"),
+    (DRAWN, "qat", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (DRAWN, "learned_scales", f"{_DATA_PARALLEL} sp cp"),
+    (DRAWN, "pruning global_pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (DRAWN, "lora", f"{_DATA_PARALLEL} sp cp"),
     (DRAWN, "frozen", f"{_DATA_PARALLEL} sp cp tp"),
     (DRAWN, "distillation distilled_features", f"{_DATA_PARALLEL} tp ep"),
@@ -94,15 +95,17 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (DRAWN, "packing", f"{_DATA_PARALLEL} tp pp ep"),
     (DRAWN, "streams", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (DRAWN, "split_batches", f"{_DATA_PARALLEL} ep"),
+    (DRAWN, "last_batch", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (DRAWN, "compile", f"{_DATA_PARALLEL} sp cp tp"),
     (DRAWN, "bf16", "ddp zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload sp cp tp pp ep"),
     (DRAWN, "adamw_torch adamw_torch_fused", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (DRAWN, "sgd rmsprop", f"{_ENGINES} fsdp2_offload sp cp tp pp ep"),
     (DRAWN, "adagrad", "ddp zero0 fsdp2 fsdp2_offload cp"),
     (DRAWN, "adafactor", "ddp"),
-    (EXPERTS, "balance_loss", "ep"),
+    (DRAWN, "balance_loss", f"{_DATA_PARALLEL} ep"),
     (ZERO0, "bf16", "zero0"),
-    (QAT, "qat_inputs qat_ranges", "ddp zero1 zero2 zero3 fsdp2"),
+    (QAT, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2 pp"),
+    (QAT, "qat_ranges", "ddp zero1 zero2 zero3 fsdp2"),
     (DISTILLED, "distillation distilled_features", "sp"),
     (DISTILLED, "distilled_attention on_policy", "ddp zero2 zero3 fsdp2"),
 )
@@ -114,13 +117,9 @@ _FLAT = (
 _STATES_FIRST = "makes its states before DeepSpeed puts its own tensors in the place of parameters, and then fails"
 _HOST = "is replaced by DeepSpeed's CPU Adam, whatever it was"
 _DTENSOR = "mixes plain tensors with the DTensors of FSDP2, and fails"
-_NO_ROUNDING = "would train without any rounding: the engine puts layers of its own in the place of those that round"
+_NO_ROUNDING = "has scales that are parameters of layers which the engine replaces, and neither cuts nor keeps"
 _STAGE_LOSS = "is no part of the loss of a pipeline, whose last stage computes the cross-entropy of labels alone"
-_ENGINE_NAMES = (
-    "would prune what the engine's modules are called: routers, heads and parts of matrices that the checkpoint names "
-    "otherwise"
-)
-_BALANCE = "counts as many times as there are ranks: the Trainer multiplies the whole loss by them"
+_BALANCE = "is of all tokens of a sequence, padding left out, and a rank sees a part of it without its mask"
 _STATISTICS = "reads ranges that no rank sees whole"
 _POSITIONS = "would attend to the documents before it: attention has no mask when ranks share a sequence"
 _SAMPLES = "splits a batch over all ranks, and some of them are to read the same"
@@ -131,9 +130,11 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (_DTENSOR, "adafactor", "fsdp2 fsdp2_offload cp"),
     (_STATES_FIRST, "adagrad", "zero1 zero2 zero3 sp tp pp ep"),
     (_HOST, "sgd rmsprop adagrad", "zero_offload"),
-    (_NO_ROUNDING, "qat qat_inputs qat_ranges learned_scales", "tp pp ep"),
+    (_NO_ROUNDING, "learned_scales", "tp pp ep"),
+    ("is rounded token by token, of whose channels a rank sees a part", "qat_inputs qat_ranges", "tp"),
+    ("are made equal over all ranks, which hold other layers", "qat_ranges", "pp"),
+    ("would be stored as integers, of which Transformers loads no experts", "qat_inputs qat_ranges", "ep"),
     (_STATISTICS, "qat_ranges", "sp cp"),
-    (_ENGINE_NAMES, "pruning global_pruning l1", "tp pp ep"),
     ("finds no layer of the engine's plan under the adapters' names", "lora", "tp pp ep"),
     ("leaves stages, or groups of experts, without a parameter to train", "frozen", "pp ep"),
     (_STAGE_LOSS, "distillation distilled_features distilled_attention on_policy", "pp"),
@@ -142,7 +143,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("is read in an order that a teacher cannot follow", "distilled_attention on_policy moving_average_teacher", "cp"),
     ("follows weights by name, which the engine has divided or renamed", "moving_average_teacher", "tp ep"),
     ("is of whole sequences, of which a rank sees a part", "distilled_attention on_policy", "sp"),
-    (_BALANCE, "balance_loss", f"{_DATA_PARALLEL} sp cp"),
+    (_BALANCE, "balance_loss", "sp cp"),
     ("is refused with mixtures of experts", "balance_loss", "tp"),
     (
         "would be taken of labels that are not shifted: the Trainer reads from the class's name whether to, and FSDP2 "
@@ -196,8 +197,8 @@ _TABLE: Mapping[tuple[str, str], Cell] = dict(_cells())
 def cell(setting: str, column: str) -> Cell:
     """Return what is known of a pair; one that the table does not name is refused.
 
-    >>> cell("qat", "tp").reason.partition(":")[0]
-    'would train without any rounding'
+    >>> cell("dropout", "cp").reason
+    'mixes plain tensors with DTensors, and fails'
     """
     return _TABLE.get((setting, column), Cell(setting=setting, column=column, reason=_QUALITY))
 
@@ -205,10 +206,6 @@ def cell(setting: str, column: str) -> Cell:
 def every_cell() -> list[Cell]:
     """Return the whole table, settings by columns."""
     return [cell(setting, column) for setting in SETTINGS for column in COLUMNS]
-
-
-CORRECTED = {("balance_loss", "ep"): frozenset(_DATA_PARALLEL.split())}
-"""Columns that do no harm to a setting beside an axis whose callback corrects it."""
 
 
 def columns_of(strategy: Strategy) -> tuple[str, ...]:
@@ -241,10 +238,9 @@ def incompatibility_faults(settings: Iterable[str], columns: Iterable[str]) -> l
     places = tuple(columns)
     faults = []
     for setting in wanted:
-        corrected = {column for axis in places for column in CORRECTED.get((setting, axis), ())}
         for column in places:
             found = cell(setting, column)
-            if not found.is_proven and column not in corrected:
+            if not found.is_proven:
                 proven = [other for other in COLUMNS if cell(setting, other).is_proven]
                 fix = f"proven with {', '.join(proven)}" if proven else "leave it out"
                 rule = f"with {COLUMNS.get(column, column)} {found.reason}"

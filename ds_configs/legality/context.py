@@ -13,6 +13,15 @@ from ..specs.errors import Fault
 from .candidate import divides
 from .sequence import FULL_ATTENTION, RECURRENT_MODELS, rotation_faults
 
+OTHER_ATTENTION = frozenset(
+    [
+        *("bloom", "codegen", "ctrl", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+        *("gpt_neox_japanese", "gptj", "jetmoe", "mpt", "openai-gpt"),
+    ]
+)
+"""Families whose attention is not called `self_attn`: from modules of that name alone accelerate 1.15.0 takes
+the mask, which is of a part of the sequence. GPT-2 ended in gloo, with sizes that did not match."""
+
 
 def context_parallel_faults(
     *,
@@ -33,6 +42,7 @@ def context_parallel_faults(
     rope_type: str = "",
     dp_replicate: int = 1,
     dp_shard: int | None = None,
+    names_self_attention: bool | None = None,
 ) -> list[Fault]:
     """Return everything that forbids ring attention over `context_parallel_size` ranks.
 
@@ -54,6 +64,7 @@ def context_parallel_faults(
         rope_type: How rotary angles are scaled, as in `config.json`.
         dp_replicate: Replicas of the sharded model.
         dp_shard: Ranks that FSDP2 shards over beside cp; `None` for what is left.
+        names_self_attention: Whether modules are called `self_attn`; `None` for what is known of the family.
     """
     size = context_parallel_size
     if size == 1:
@@ -69,6 +80,9 @@ def context_parallel_faults(
         fix = "use dp_replicate = 1 (--strategy fsdp2) or dp_shard > 1 (a smaller --context-parallel-size)"
         faults.append(Fault(where="cp", value=size, rule=rule, fix=fix))
     faults += _attention(size, attention, model_type, layer_types, attention_window_tokens)
+    if names_self_attention is False or (names_self_attention is None and model_type in OTHER_ATTENTION):
+        rule = f"finds no attention to run in {model_type or 'the model'}: accelerate looks for modules named self_attn"
+        faults.append(Fault(where="cp", value=size, rule=rule, fix="use cp = 1, or sp with DeepSpeed"))
     faults += rotation_faults(rope_type)
     faults += _mask(mask_dimensions, packed=packed, left_padded=left_padded)
     others = {"sp": sequence_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}

@@ -26,12 +26,12 @@ def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _state(model)}
 
 
-def whole_state_dict(model: Any, shapes: Shapes, *, keep: bool) -> dict[str, Tensor]:
+def whole_state_dict(model: Any, shapes: Shapes | None, *, keep: bool) -> dict[str, Tensor]:
     """Gather a model that AutoEP has divided; every rank must call.
 
     Args:
         model: The module of an engine.
-        shapes: What `whole_shapes` said before there was an engine.
+        shapes: What `whole_shapes` said before there was an engine; `None` where nobody asked.
         keep: Whether this rank gets the tensors, on the host; the others get an empty dictionary.
     """
     layers = moe_layers(model)
@@ -41,7 +41,7 @@ def whole_state_dict(model: Any, shapes: Shapes, *, keep: bool) -> dict[str, Ten
         owner = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
         if owner is not None and name.startswith(f"{owner}.experts."):
             continue
-        original = name if owner is None else f"{owner}.{_original_name(layers[owner], name[len(owner) + 1 :])}"
+        original = name if owner is None else f"{owner}.{original_name(layers[owner], name[len(owner) + 1 :])}"
         if id(value) in seen:
             # Tied weights stay one tensor, which `save_pretrained` writes once.
             if keep:
@@ -55,7 +55,8 @@ def whole_state_dict(model: Any, shapes: Shapes, *, keep: bool) -> dict[str, Ten
         for name, whole in _whole_experts(layer, keep=keep):
             if keep:
                 found[f"{prefix}.experts.{name}"] = whole
-    assert not keep or {name: tuple(value.shape) for name, value in found.items()} == dict(shapes), "names have changed"
+    if keep and shapes is not None:
+        assert {name: tuple(value.shape) for name, value in found.items()} == dict(shapes), "names have changed"
     return found
 
 
@@ -82,7 +83,7 @@ def _over_ranks(parameter: Any, group: Any, *, keep: bool) -> Tensor:
     return torch.cat([part.cpu() for part in parts]) if keep else own.new_empty(0, 0, device="cpu")
 
 
-def _original_name(layer: Any, name: str) -> str:
+def original_name(layer: Any, name: str) -> str:
     """Return what a tensor of AutoEP's layer is called below the block of the model."""
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 

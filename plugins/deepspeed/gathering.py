@@ -7,6 +7,7 @@ Seen with deepspeed 0.19.8, torch 2.13.0 and accelerate 1.15.0:
 - FSDP2 holds DTensors, whose `full_tensor` gathers a copy; shards that are offloaded lie on the host, which the
   accelerator's process group does not gather from.
 - DDP, ZeRO-1 and ZeRO-2 keep parameters whole on every rank.
+- AutoTP divides matrices among the ranks of a group, and AutoEP experts, which it renames.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
+from .auto_ep import moe_layers
+from .auto_ep_checkpoint import whole_state_dict
+from .engine_layers import with_all_columns_and_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +45,13 @@ def gathered_parameters(model: Any) -> Iterator[tuple[str, Tensor | None]]:
         The name, and the tensor on the host on the first rank, `None` on the others.
     """
     first, seen = is_first_rank(), set[int]()
+    if moe_layers(model):
+        whole = whole_state_dict(model, None, keep=first)
+        for name, tensor in whole.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+        return
     for prefix, module in model.named_modules():
         for name, tensor in _own_tensors(module):
             if id(tensor) not in seen:
@@ -135,6 +146,7 @@ def _whole(tensor: Any, *, keep: bool) -> Tensor | None:
     found = tensor.detach()
     if hasattr(found, "full_tensor"):
         found = found.to(found.device_mesh.device_type).full_tensor()
+    found = with_all_columns_and_rows(tensor, found)
     return found.cpu() if keep else None
 
 

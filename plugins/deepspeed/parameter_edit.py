@@ -10,6 +10,8 @@ Seen with deepspeed 0.19.8, accelerate 1.15.0 and torch 2.13.0:
   Small parameters (`ds_persist`) also stay gathered between steps.
 - Without ZeRO `FP16_Optimizer` and `FP16_UnfusedOptimizer` keep fp32 copies that nothing leads to.
 - FSDP2 keeps the parameter itself in pieces, a `DTensor` of whole rows; there is no other copy.
+- AutoTP leaves each rank of a group a matrix of its own, some rows or some columns of the whole one, of which the
+  engine then keeps copies as of any other.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import Fault
 from ..transformers.training_arguments import deepspeed_configuration
+from .engine_layers import own_part, with_all_columns_and_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Change = Callable[[str, Tensor, int], None]
-    """Changes a flat piece of a weight in place: its name, the piece, and where it starts in the flattened whole."""
+    """Changes a flat piece of a weight in place: its name, the piece, and where it starts in the flattened matrix that
+    this rank holds a piece of, which tensor parallelism has cut out of the whole one."""
 
 _HIDDEN_MASTERS = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A piece of a flattened weight that this rank changes."""
+    """A piece of a flattened weight, as `WeightEditor.part` cuts it out of the whole one, that this rank changes."""
 
     start: int
     """First element."""
@@ -43,10 +47,10 @@ class Region:
 
 
 class WeightEditor:
-    """Reads and changes weights under one process, DDP, ZeRO-1, 2 and 3 and FSDP2, between optimizer steps.
+    """Reads and changes weights under one process, DDP, ZeRO-1, 2 and 3, FSDP2 and AutoTP, between optimizer steps.
 
     Args:
-        weights: Trained parameters by name; the same on every rank, in the same order.
+        weights: Trained parameters by name; the same on every rank that holds a part of them, in the same order.
         optimizer: What the Trainer steps, wrapped or not.
     """
 
@@ -62,13 +66,17 @@ class WeightEditor:
             from deepspeed.utils import safe_get_full_fp32_param
 
             found: Tensor = safe_get_full_fp32_param(weight).detach().float()
-            return found
+            return with_all_columns_and_rows(weight, found)
         value = weight.detach().float()
         if not _is_dtensor(weight):
-            return value
+            return with_all_columns_and_rows(weight, value)
         if value.device.type != value.device_mesh.device_type:
             value = value.to(value.device_mesh.device_type)
         return value.full_tensor()
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return what this rank holds of a matrix that is divided as a weight is, all of it without AutoTP."""
+        return own_part(self.weights[name], whole)
 
     def regions(self, name: str) -> Iterator[Region]:
         """Yield the pieces that `edit` may hand out on this rank."""

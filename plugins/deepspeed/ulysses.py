@@ -8,6 +8,7 @@ transformers 5.17.0:
 - shapes are fixed when the function is registered, so that the last, smaller batch of a data set fails an assertion;
 - with fewer key/value heads than ranks it changes `num_key_value_groups` of the model's modules and leaves it so;
 - `num_key_value_heads` is read of every configuration; GPT-NeoX, OPT, Persimmon and BioGPT have none;
+- `head_dim` is taken for a number where a configuration has it, and Mixtral's is null: TypeError;
 - groups of ranks are made once in the life of a process, and a second run fails an assertion;
 - the stock loss gathers differentiably with `torch.distributed.nn`, whose backward takes ranks of a group for ranks of
   the world on gloo: sequence parallelism beside data parallelism fails there ("not part of group");
@@ -99,8 +100,11 @@ class SharedSequence:
         forget_sequence_parallelism()
         # DeepSpeed reads it of models whose heads all have keys and values of their own, too.
         lacks_number = not hasattr(text, "num_key_value_heads")
+        lacks_width = getattr(text, "head_dim", 0) is None
         if lacks_number:
             text.num_key_value_heads = text.num_attention_heads
+        if lacks_width:
+            text.head_dim = text.hidden_size // text.num_attention_heads
         core, stock = ALL_ATTENTION_FUNCTIONS[name], ulysses_sp.UlyssesSPAttentionHF
         ulysses_sp.UlyssesSPAttentionHF = self._attention_class(stock)
         try:
@@ -108,6 +112,8 @@ class SharedSequence:
         finally:
             if lacks_number:
                 del text.num_key_value_heads
+            if lacks_width:
+                text.head_dim = None
             ulysses_sp.UlyssesSPAttentionHF = stock
             chosen = _ChosenAttention(core)
             ALL_ATTENTION_FUNCTIONS[name] = chosen

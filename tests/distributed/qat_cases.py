@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from cases import RANKS, deepspeed_configuration
 from distillation_cases import SAMPLES, VOCAB
+from shardwright.ds_configs.specs.strategy import Strategy
 
 LEARNING_RATE, ADAM_LEARNING_RATE = 1.0, 1e-3
 GROUP = 32
@@ -21,6 +22,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "w2-learned": ("W2A16", {"weight_rule": "learned"}),
     "w8a8-learned": ("W8A8_STATIC", {"ranges": "learned"}),
     "w4-asym-learned": ("W4A16_ASYM", {"weight_rule": "learned"}),
+    "w4-channel": ("W4A16", {}),
     # The first step shows ranges alone, and its learning rate is 0.
     "w8a8-static": ("W8A8_STATIC", {"ranges": "moving_average", "start_step": 1}),
 }
@@ -44,12 +46,15 @@ class Case:
     bf16: bool = False
     offload: bool = False
     """Whether the optimizer, AdamW, steps on the CPU beside the model."""
+    axis: Literal["", "tp", "pp", "ep"] = ""
+    """What the two ranks divide besides or in place of samples."""
     verify: bool = False
     """Whether the export is loaded again in a process of its own."""
 
     @property
     def name(self) -> str:
         engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
+        engine += f"-{self.axis}2" if self.axis else ""
         extra = "-init" * self.zero_init + "-checkpointed" * self.checkpointing + "-lora" * self.lora
         extra += "-mixture" * self.mixture + "-bf16" * self.bf16 + "-offload" * self.offload + "-verified" * self.verify
         return f"{engine}-{self.scheme}{extra}"
@@ -64,11 +69,18 @@ class Case:
         """Optimizer steps; all but the last have a learning rate of 0."""
         return 1 + SCHEMES[self.scheme][1].get("start_step", 0)
 
+    @property
+    def strategy(self) -> Strategy:
+        """The layout of two ranks, as far as trainers are chosen by it."""
+        axes: dict[str, Any] = {self.axis: RANKS} if self.axis else {}
+        return Strategy(engine=self.engine, zero_stage=self.zero_stage if self.engine == "deepspeed" else None, **axes)
+
     def arguments(self) -> dict[str, Any]:
         """Return keywords of TrainingArguments: plain SGD, so that a step tells the gradient."""
+        read_together = self.engine == "single" or self.axis in ("tp", "pp")
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": SAMPLES // RANKS,
-            "gradient_accumulation_steps": RANKS if self.engine == "single" else 1,
+            "gradient_accumulation_steps": RANKS if read_together else 1,
             "gradient_checkpointing": self.checkpointing,
             "bf16": self.bf16,
             "optim": "adamw_torch" if self.offload else "sgd",
@@ -110,6 +122,14 @@ CASES += [Case(**engine, scheme="w8a8-learned") for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, lora=True) for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, mixture=True) for engine in (DDP, ZERO3, FSDP2)]
 CASES += [Case(**ZERO3, scheme="w8a8", verify=True)]
+ZERO1: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 1}
+CASES += [
+    Case(**ZERO1, axis="tp"),
+    Case(**ZERO1, axis="tp", scheme="w4-channel"),
+    Case(**ZERO1, axis="ep", mixture=True),
+    Case(engine="deepspeed", scheme="w8a8"),
+    Case(engine="deepspeed", axis="pp", scheme="w8a8", verify=True),
+]
 IN_BF16 = [Case(**engine, scheme="w4-asym-learned", bf16=True) for engine in (DDP, ZERO3, FSDP2)]
 OFFLOADED = [Case(**ZERO3, scheme="w2-learned", offload=True)]
 RESUMED = Case(**ZERO3, scheme="w8a8-static", lora=True)
@@ -144,10 +164,13 @@ def save_models(directory: Path) -> None:
 
 def callback_settings(case: Case) -> tuple[Any, dict[str, Any]]:
     """Return the scheme and the options of the callback; groups are small enough for the models."""
+    from shardwright.ds_configs.quantization.combinations import changed
     from shardwright.ds_configs.quantization.scheme import scheme_named
 
     name, options = SCHEMES[case.scheme]
     scheme = scheme_named(name)
-    if scheme.weights.strategy == "group":
+    if case.scheme == "w4-channel":
+        scheme = changed(scheme, group_size=-1)
+    elif scheme.weights.strategy == "group":
         scheme = replace(scheme, weights=replace(scheme.weights, group_size=GROUP))
     return scheme, options

@@ -58,9 +58,10 @@ def resumed(directory: Path, output: Path) -> None:
 
 
 def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[Any, Any]:
-    """Return the stock Trainer of a case, and its callback."""
+    """Return the Trainer of a case, the stock one without stages, and its callback."""
+    from shardwright.trainers.parallel.trainer_for import parallelism_of
     from shardwright.trainers.qat.callback import QATCallback
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, TrainingArguments
 
     overrides: dict[str, Any] = configure_cpu_ranks("ddp" if case.engine == "single" else case.engine)
     settings = case.arguments() | changes | overrides
@@ -77,7 +78,9 @@ def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[
     scheme, options = callback_settings(case)
     calibration = [collate(samples())] if options.get("ranges") == "learned" else None
     callback = QATCallback(scheme, calibration=calibration, **options)
-    trainer = Trainer(model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback])
+    trainer = parallelism_of(case.strategy).make_trainer(
+        model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback]
+    )
     if case.bf16:
         between_codes(callback)
     return trainer, callback
@@ -92,10 +95,15 @@ def between_codes(callback: Any) -> None:
 
 def save(trainer: Any, path: Path) -> None:
     """Write whole parameters from rank 0."""
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
+    from shardwright.plugins.deepspeed.engine_layers import stages_of
 
-    wrapped = trainer.model_wrapped
-    state = trainer.accelerator.get_state_dict(wrapped)
+    if stages_of(trainer.model) is None:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    else:
+        trainer.save_model(str(path.parent / "stages"))
+        files = sorted((path.parent / "stages").glob("*.safetensors"))
+        state = {name: value for file in files for name, value in load_file(file).items()}
     if trainer.args.process_index == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: value.float().contiguous() for name, value in state.items()}, path)

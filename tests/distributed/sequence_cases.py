@@ -47,7 +47,7 @@ class Case:
     interrupted: bool = False
     """Saved after two steps and resumed in another Trainer."""
     family: str = "llama"
-    """`gpt_neox` has no number of key/value heads in its configuration."""
+    """`gpt_neox` has no number of key/value heads in its configuration, and `mixtral` null for the size of a head."""
     steps: int = STEPS
     samples: int = SAMPLES
     """With 34, the last micro-batch of an epoch is smaller."""
@@ -98,7 +98,7 @@ TWO_RANKS = [
     # First, because data loader workers are forks, which hang where many threads of earlier runs hold locks.
     Case(name="second-epoch", accumulation=3, samples=34, steps=5, workers=1),
     Case(name="label-smoothing", optimizer="adamw_torch", label_smoothing=0.1, evaluates=True),
-    Case(name="loss-function-zero0", zero_stage=0, accumulation=3, loss="mean"),
+    Case(name="loss-function-experts-zero0", zero_stage=0, accumulation=3, loss="mean", family="mixtral"),
     Case(name="summed-loss-one-kv-head", zero_stage=3, accumulation=3, loss="sum", kv_heads=1),
     Case(name="aligned-labels-zero1", zero_stage=1, accumulation=3, loss="aligned", evaluates=True),
     Case(name="tiled-zero3", zero_stage=3, accumulation=3, checkpointing=True, tiled_mlp=3, tiled_loss=4),
@@ -118,12 +118,23 @@ FOUR_RANKS = [
 def model(case: Case) -> Any:
     """Return the model that is trained."""
     from shardwright.plugins.peft.lora import add_lora
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
+    from transformers import (
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        set_seed,
+    )
 
     set_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     if case.family == "gpt_neox":
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=VOCAB, initializer_range=0.2, **sizes))
+    if case.family == "mixtral":
+        experts = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": None}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=VOCAB, initializer_range=0.2, **sizes, **experts))
     made = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,

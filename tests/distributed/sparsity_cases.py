@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cases import deepspeed_configuration
+from shardwright.ds_configs.specs.strategy import Strategy
 from small_models import llama
 
 STEPS = 6
@@ -26,19 +27,22 @@ class Case:
     zero_stage: int = 0
     bf16: bool = False
     offload: bool = False
+    axis: Literal["", "tp", "pp"] = ""
+    """What the ranks divide in the place of samples."""
     resumed: bool = False
     """Whether a second training goes on from the checkpoint of the first."""
 
     @property
     def name(self) -> str:
         engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
+        engine += f"-{self.axis}" if self.axis else ""
         extra = "-bf16" * self.bf16 + "-offload" * self.offload + "-resumed" * self.resumed
         return f"{self.method}-{engine}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
         """Return keywords of TrainingArguments."""
         arguments: dict[str, Any] = {
-            "per_device_train_batch_size": ROWS // world_size,
+            "per_device_train_batch_size": ROWS // (1 if self.axis else world_size),
             "optim": "adamw_torch" if self.method == "matrix" else "sgd",
             "learning_rate": 1e-2 if self.method == "matrix" else 0.5,
             "lr_scheduler_type": "linear",
@@ -77,15 +81,14 @@ class Case:
         return MagnitudePruningCallback(0.5, end_step=4, every=2, pattern="2:4", ignore=ignore)
 
 
-METHODS = ("matrix", "global", "l1")
 ZERO1, ZERO2, ZERO3 = [dict[str, Any](engine="deepspeed", zero_stage=stage) for stage in (1, 2, 3)]
 FSDP2: dict[str, Any] = {"engine": "fsdp2"}
 EXACT = [
     Case(method="global"),
-    Case(method="global", **ZERO2),
+    Case(method="global", **ZERO1, axis="tp", resumed=True),
+    Case(method="global", engine="deepspeed", axis="pp", resumed=True),
     Case(method="global", **ZERO3, resumed=True),
     Case(method="global", **FSDP2),
-    Case(method="l1", **ZERO1),
     Case(method="l1", **ZERO3),
     Case(method="l1", **FSDP2),
 ]
@@ -98,9 +101,10 @@ HALF = [Case(method="l1", **ZERO2, bf16=True), Case(method="l1", **ZERO3, bf16=T
 EVERY = (*EXACT, *MOMENTUM, *HALF)
 
 
-def model() -> Any:
-    """Return a small Llama whose MLP has an odd width, so that ranks hold different numbers of rows."""
-    return llama(seed=1, vocab_size=128, max_position_embeddings=64, initializer_range=0.1, intermediate_size=67)
+def model(case: Case) -> Any:
+    """Return a small Llama whose MLP has an odd width, so that ranks hold different numbers of rows, where it may."""
+    width = 68 if case.axis == "tp" else 67
+    return llama(seed=1, vocab_size=128, max_position_embeddings=64, initializer_range=0.1, intermediate_size=width)
 
 
 def samples() -> list[dict[str, Any]]:
@@ -116,9 +120,14 @@ def train(
     case: Case, directory: Path, world_size: int, overrides: dict[str, Any], *, resume_from: str | None = None
 ) -> Any:
     """Train a case to its end, from its beginning or from a checkpoint, and return the trainer."""
-    from transformers import Trainer, TrainingArguments
+    from shardwright.trainers.parallel.trainer_for import parallelism_of
+    from transformers import TrainingArguments
 
     arguments = TrainingArguments(str(directory / case.name), **case.arguments(world_size), **overrides)
-    trainer = Trainer(model=model(), args=arguments, train_dataset=samples(), callbacks=[case.callback()])
+    axes: dict[str, Any] = {case.axis: world_size} if case.axis and world_size > 1 else {}
+    layout = parallelism_of(Strategy(engine="deepspeed" if axes else "ddp", **axes))
+    trainer = layout.make_trainer(
+        model=model(case), args=arguments, train_dataset=samples(), callbacks=[case.callback()]
+    )
     trainer.train(resume_from_checkpoint=resume_from)
     return trainer

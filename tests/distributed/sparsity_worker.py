@@ -14,7 +14,7 @@ from sparsity_cases import EVERY, SAVED_AT, Case, train
 
 
 def run(case: Case, output: Path, world_size: int) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     trainer = train(case, output, world_size, configure_cpu_ranks(case.engine))  # type: ignore[arg-type]
     if case.resumed:
@@ -23,10 +23,15 @@ def run(case: Case, output: Path, world_size: int) -> None:
         forget_last_run()
         overrides = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]
         trainer = train(case, output, world_size, overrides, resume_from=str(checkpoint))
-    # Under ZeRO-3 rank 0 alone gets it.
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    if case.axis == "pp":
+        trainer.save_model(str(output / f"{case.name}-stages"))
+        files = sorted((output / f"{case.name}-stages").glob("*.safetensors"))
+        state = {name: value for file in files for name, value in load_file(file).items()}
+    else:
+        # Under ZeRO-3 rank 0 alone gets it.
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     found = {name: value.float().contiguous() for name, value in state.items()}
-    if case.engine == "deepspeed":
+    if case.engine == "deepspeed" and not case.axis:
         found |= {f"master.{name}": value for name, value in masters(trainer).items()}
     if trainer.args.process_index == 0:
         save_file(found, output / f"{case.name}.safetensors")

@@ -201,8 +201,8 @@ def test_exports_of_all_layouts_are_one_checkpoint(
         assert apart.max() <= 1 and (apart > 0).float().mean() < OTHER_CODES
 
 
-def test_an_export_under_zero3_is_proven_by_a_fresh_process(on_two_ranks: dict[Case, Outcome]) -> None:
-    (case,) = (case for case in CASES if case.verify)
+@pytest.mark.parametrize("case", [case for case in CASES if case.verify], ids=lambda case: case.name)
+def test_an_export_is_proven_by_a_fresh_process(case: Case, on_two_ranks: dict[Case, Outcome]) -> None:
     report = on_two_ranks[case].report
     assert report["largest_weight_difference"] == 0.0
     assert report["verification"]["largest_logit_difference"] == 0.0

@@ -50,8 +50,8 @@ class Run:
     """Samples in place of the usual ones."""
     streams: bool = False
     """Whether the data set is iterable."""
-    family: str = ""
-    """Overrides the family of the layout."""
+    family: str = "llama"
+    """What is trained."""
 
 
 def _quantized(scheme: str, **options: Any) -> Callable[[Run], None]:
@@ -61,10 +61,13 @@ def _quantized(scheme: str, **options: Any) -> Callable[[Run], None]:
             from shardwright.ds_configs.quantization.scheme import scheme_named
             from shardwright.trainers.qat.callback import QATCallback
 
-            found = scheme_named(scheme)
+            means = run.family == "mixtral" and scheme == "W4A16" and not options
+            found = scheme_named("W2A16" if means else scheme)
             # Symmetric ranges put the extreme of every group on the edge of two codes, where the last bit decides.
-            found = changed(found, group_size=16, symmetric=False) if found.weights.group_size else found
-            return QATCallback(found, **options)
+            # Means of groups do not, and mixtures cannot have zero points.
+            if found.weights.group_size:
+                found = changed(found, group_size=16, symmetric=means)
+            return QATCallback(found, **(options | ({"weight_rule": "ternary"} if means else {})))
 
         run.callbacks.append(make)
 
@@ -164,6 +167,11 @@ def _packed(run: Run) -> None:
     run.data = joined
 
 
+def _uneven(run: Run) -> None:
+    # Two full micro-steps, and a third of one sample.
+    run.data = samples()[: 2 * MICRO_STEP_SAMPLES + 1]
+
+
 def _streamed(run: Run) -> None:
     run.streams = True
 
@@ -197,6 +205,7 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
     "bf16": _arguments(bf16=True),
     "dropout": _dropped,
     "split_batches": _split,
+    "last_batch": _uneven,
     "adamw_torch": _optimizer("adamw_torch"),
     "adamw_torch_fused": _optimizer("adamw_torch_fused"),
     "sgd": _optimizer("sgd"),
@@ -208,7 +217,7 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 SWITCHES = (
     *("balance_loss", "gradient_checkpointing", "label_smoothing", "packing", "streams", "split_batches", "compile"),
-    *("bf16", "dropout"),
+    *("bf16", "dropout", "last_batch"),
 )
 METHODS = tuple(name for name in SETTINGS if name not in (*OPTIMIZERS, *SWITCHES))
 """A run has at most one of each group."""
@@ -282,7 +291,7 @@ def prepared_run(combination: Combination, directory: Path) -> Run:
         if strategy.offload_param == "cpu":
             config["offload_params"] = True
         arguments["fsdp_config"] = config
-    run = Run(arguments=arguments)
+    run = Run(arguments=arguments, family=combination.family)
     for name in combination.settings:
         SETTINGS[name](run)
     if strategy.engine == "deepspeed":

@@ -77,12 +77,7 @@ def drawn(count: int, seed: int) -> list[Combination]:
 
 
 def _is_judged(combination: Combination) -> bool:
-    """Whether losses tell: rounded inputs turn the last bit into whole codes, and have a test of their own.
-
-    So has the balance loss under EP: the Trainer's own run in one process counts it once for each micro-batch.
-    """
-    if "balance_loss" in combination.settings and "ep" in combination.columns:
-        return False
+    """Whether losses tell: rounded inputs turn the last bit into whole codes, and have a test of their own."""
     return not combination.is_proven or not {"qat_inputs", "qat_ranges"} & set(combination.settings)
 
 

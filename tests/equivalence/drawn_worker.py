@@ -51,7 +51,7 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
     if own:
         overrides = {**overrides, "accelerator_config": {**overrides.get("accelerator_config", {}), **own}}
     arguments = training_arguments(run.arguments, overrides)
-    model = make_model(run.family or combination.family, run.sizes)
+    model = make_model(run.family, run.sizes)
     for change in run.change_model:
         model = change(model)
     data: Any = run.data or samples()
@@ -71,7 +71,7 @@ def make_trainer(combination: Combination, directory: Path) -> Any:
     from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 
     config = DistillationConfig(**run.distillation)
-    teacher = None if config.self_teacher else make_model(run.family or combination.family, run.sizes, seed=9, layers=3)
+    teacher = None if config.self_teacher else make_model(run.family, run.sizes, seed=9, layers=3)
     return layout.make_trainer(**settings, trainer_class=DistillationTrainer, teacher=teacher, distillation=config)
 
 

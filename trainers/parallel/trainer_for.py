@@ -10,7 +10,8 @@ from ...ds_configs.memory.pipeline_stages import pipeline_stages
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.stages import PipelineStage
 from ...ds_configs.specs.strategy import Strategy
-from ...plugins.transformers.run_settings import trainer_faults
+from ...plugins.accelerate.repeated_samples import weigh_repeated_samples_zero
+from ...plugins.transformers.run_settings import balances_experts, trainer_faults
 
 if TYPE_CHECKING:
     from ...ds_configs.plan.plan import Plan
@@ -43,6 +44,11 @@ class PlannedParallelism:
     def is_pipeline(self) -> bool:
         """Whether the layers are divided among stages."""
         return self.pipeline_stages != 1
+
+    @property
+    def _holds_whole_models(self) -> bool:
+        """Whether ranks differ in their samples alone."""
+        return not (self.callbacks or self.is_pipeline or self.context_parallel_size > 1)
 
     def make_trainer(
         self, *, model: Any, args: Any, revision: str | None = None, trainer_class: Any = None, **settings: Any
@@ -84,6 +90,9 @@ class PlannedParallelism:
             from .context.callback import check_context_parallel_trainer
 
             check_context_parallel_trainer(trainer)
+        weigh_repeated_samples_zero(trainer)
+        if self._holds_whole_models and balances_experts(trainer.model):
+            _balance_over_ranks(trainer)
         for callback in self.callbacks:
             callback.attach(trainer)
         if not self.is_pipeline and (faults := trainer_faults(trainer)):
@@ -98,6 +107,13 @@ class PlannedParallelism:
 
         prepare_context_parallel(args, model, self.context_parallel_size)
         return ContextParallelCollator(collator or default_data_collator, self.context_parallel_size)
+
+
+def _balance_over_ranks(trainer: Any) -> None:
+    if not getattr(trainer, "corrects_balance_loss", False):
+        from .expert.balance_over_ranks import balance_over_ranks
+
+        balance_over_ranks(trainer)
 
 
 def engine_logits(trainer: Any, input_ids_BT: Any) -> Any:

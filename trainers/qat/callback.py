@@ -15,12 +15,14 @@ from ...ds_configs.quantization.mixtures import mixture_remarks
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.engine import share_with_zero3
+from ...plugins.deepspeed.engine_layers import stages_of
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import run_faults
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
 from .rounding.attach import attach
-from .rounding.attachment import Attachment, attachment_of
+from .rounding.attachment import ATTRIBUTE, Attachment, attachment_of
 from .rounding.config import QATConfig
+from .rounding.engine_layers import follow_engine
 from .training_checks import first_rank_loading_faults, foreign_optimizer_faults, training_faults
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 class QATCallback(TrainerCallback, ExportableState):
     """Trains a model with the numbers of its future checkpoint, and writes that checkpoint bit for bit.
 
-    Works with the Trainer of Transformers and every subclass, on one process, DDP, ZeRO-1, 2 and 3 and FSDP2. The
-    layers change their class when the Trainer is made; parameters and the keys of checkpoints stay as they are.
+    Works with the Trainer of Transformers and every subclass, on one process, DDP, ZeRO-1, 2 and 3 and FSDP2, and with
+    sequence, context, tensor, expert and pipeline parallelism as far as docs/reference/combinations.md says. The layers
+    change their class when the Trainer is made; parameters and the keys of checkpoints stay as they are.
 
     >>> callback = QATCallback("W4A16")  # doctest: +SKIP
     >>> trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])  # doctest: +SKIP
@@ -121,8 +124,9 @@ class QATCallback(TrainerCallback, ExportableState):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Attach to a model that `model_init` made, take up a resumed run, and check that nothing stands in the way."""
-        fresh = attachment_of(model) is None
+        fresh = self._carried_over(model) is None
         attachment = self.prepare(args, model)
+        follow_engine(model, attachment)
         self._take_up(state)
         _raise(run_faults(args, model, callbacks=(self,)))
         faults = training_faults(attachment, args, state.max_steps, optimizer)
@@ -169,6 +173,20 @@ class QATCallback(TrainerCallback, ExportableState):
 
         tokenizer = how.pop("tokenizer", None) or getattr(trainer, "processing_class", None)
         return export(trainer.model, self._attached(), Path(output_dir), tokenizer=tokenizer, **how)
+
+    def _carried_over(self, model: Any) -> Attachment | None:
+        """Return what rounds in a model, in stages what rounds in the model that they were cut from.
+
+        Raises:
+            UsageError: stages came without one.
+        """
+        if stages_of(model) is None:
+            return attachment_of(model)
+        if self.attachment is None:
+            rule, fix = "has seen stages of a model alone", "give it to PipelineTrainer(callbacks=[...])"
+            raise UsageError(Fault(where="QATCallback", rule=rule, fix=fix))
+        setattr(model, ATTRIBUTE, self.attachment)
+        return self.attachment
 
     def _attached(self) -> Attachment:
         if self.attachment is None:

@@ -13,7 +13,7 @@ from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import run_faults
-from .targets import fused_experts_remark, target_layers
+from .targets import fused_experts_remark, layers_to_train, target_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,8 @@ class L1SparsityCallback(TrainerCallback):
     whose solutions have exact zeros; a gradient of the penalty itself would only dance around zero. For Adam and its
     like it is decoupled from the moments, as AdamW's weight decay is (Loshchilov & Hutter, arXiv 1711.05101).
 
-    Works on one process, DDP, ZeRO-1, 2 and 3 and FSDP2. Nothing has to be saved: the weights are all its state.
+    Works on one process, DDP, ZeRO-1, 2 and 3, FSDP2, and with tensor, expert and pipeline parallelism. Nothing has to
+    be saved: the weights are all its state.
 
     >>> callback = L1SparsityCallback(1e-3)  # doctest: +SKIP
     >>> Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()  # doctest: +SKIP
@@ -55,6 +56,7 @@ class L1SparsityCallback(TrainerCallback):
         self._strength = strength
         self._targets, self._ignore = tuple(targets), tuple(ignore)
         self._notify = notify
+        self._names: tuple[str, ...] | None = None
         self._editor: WeightEditor | None = None
         self._learning_rate = 0.0
 
@@ -68,7 +70,7 @@ class L1SparsityCallback(TrainerCallback):
         if model is not None:
             if faults := run_faults(args, model, callbacks=(self,)):
                 raise UsageError(faults)
-            target_layers(model, self._targets, self._ignore)
+            self._names = tuple(target_layers(model, self._targets, self._ignore))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -76,7 +78,7 @@ class L1SparsityCallback(TrainerCallback):
         """Check that changes will last."""
         if combined := run_faults(args, model, callbacks=(self,)):
             raise UsageError(combined)
-        layers = target_layers(model, self._targets, self._ignore)
+        layers = layers_to_train(model, self._names, self._targets, self._ignore)
         weights = {name: module.weight for name, module in layers.items()}
         faults = edit_faults(weights, args, optimizer, tiny_changes=True)
         if faults:

@@ -10,13 +10,15 @@ from transformers import TrainerCallback
 
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import Fault, UsageError
+from ...plugins.deepspeed.engine_layers import whole_shape
 from ...plugins.deepspeed.parameter_edit import WeightEditor, edit_faults
+from ...plugins.deepspeed_pipeline.stage_group import StageGroup
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import run_faults
 from .mask_file import FILE_NAME, load_masks, save_masks
 from .masks import Pattern, chosen, magnitudes, packed_mask, set_to_zero, smallest, unpacked_mask
 from .schedule import PruningSchedule
-from .targets import fused_experts_remark, target_layers
+from .targets import fused_experts_remark, layers_to_train, target_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
 class MagnitudePruningCallback(TrainerCallback):
     """Sets the weights of least magnitude to zero by the schedule of Zhu & Gupta (arXiv 1710.01878), in any Trainer.
 
-    Works on one process, DDP, ZeRO-1, 2 and 3 and FSDP2, beside `QATCallback` too: zeros are codes of the grid. Zeros
-    are set again after every optimizer step, in the optimizer's own fp32 copies as well; those of `end_step` stay to
-    the end. Checkpoints hold the masks, one bit for each weight, and a resumed run goes on with them.
+    Works on one process, DDP, ZeRO-1, 2 and 3, FSDP2, and with tensor, expert and pipeline parallelism, beside
+    `QATCallback` too: zeros are codes of the grid. Which weights are the smallest is decided on whole matrices, by the
+    names of the checkpoint. Zeros are set again after every optimizer step, in the optimizer's own fp32 copies as well;
+    those of `end_step` stay to the end. Checkpoints hold the masks, one bit for each weight, and a resumed run goes on
+    with them.
 
     >>> callback = MagnitudePruningCallback(0.5, end_step=2000, pattern="2:4")  # doctest: +SKIP
     >>> Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()  # doctest: +SKIP
@@ -78,7 +82,9 @@ class MagnitudePruningCallback(TrainerCallback):
         faults = [*self.schedule.faults(), *_pattern_faults(pattern, final_sparsity)]
         if faults:
             raise UsageError(faults)
+        self._names: tuple[str, ...] | None = None
         self._editor: WeightEditor | None = None
+        self._stages = StageGroup(None)
         self._masks: dict[tuple[str, int, int], Tensor] = {}
         self._whole: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
@@ -95,7 +101,9 @@ class MagnitudePruningCallback(TrainerCallback):
         if model is not None:
             if faults := run_faults(args, model, callbacks=(self,)):
                 raise UsageError(faults)
-            self._layers(model)
+            layers = target_layers(model, self._targets, self._ignore)
+            self._check_widths(layers)
+            self._names = tuple(layers)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -103,7 +111,8 @@ class MagnitudePruningCallback(TrainerCallback):
         """Check that zeros will last, take up the masks of a resumed run, or choose the first zeros."""
         if combined := run_faults(args, model, callbacks=(self,)):
             raise UsageError(combined)
-        layers = self._layers(model)
+        layers = layers_to_train(model, self._names, self._targets, self._ignore)
+        self._check_widths(layers)
         weights = {name: module.weight for name, module in layers.items()}
         faults = [*edit_faults(weights, args, optimizer), *self._run_faults(args, state, model)]
         if faults:
@@ -111,35 +120,39 @@ class MagnitudePruningCallback(TrainerCallback):
         remark = fused_experts_remark(model)
         if remark:
             self._notify(remark)
-        self._shapes = {name: (module.out_features, module.in_features) for name, module in layers.items()}
+        self._shapes = {name: whole_shape(module) for name, module in layers.items()}
         self._editor = WeightEditor(weights, optimizer)
+        self._stages = StageGroup(model, should_save=args.should_save)
         self._masks, self._whole, self.sparsity = {}, {}, 0.0
         if state.global_step and self._resume(args, state):
             return
         if state.global_step >= self.schedule.start_step:
-            self._choose(state.global_step, keep_whole=args.should_save)
+            self._choose(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set zeros again that the optimizer moved, then choose more if it is time."""
         if self._masks:
             self._apply()
         if self.schedule.is_update(state.global_step):
-            self._choose(state.global_step, keep_whole=args.should_save)
+            self._choose(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the masks into the checkpoint."""
-        if args.should_save and self._whole:
-            path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE_NAME
-            save_masks(path, self._whole, self._settings(), self._shapes)
+        """Write the masks into the checkpoint, those of each stage in its turn."""
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE_NAME
 
-    def _layers(self, model: Any) -> dict[str, Any]:
-        layers = target_layers(model, self._targets, self._ignore)
-        unfit = [name for name, module in layers.items() if self._pattern == "2:4" and module.in_features % 4]
+        def write() -> None:
+            if self._whole:
+                save_masks(path, self._whole, self._settings(), self._shapes)
+
+        self._stages.in_turn(write)
+
+    def _check_widths(self, layers: dict[str, Any]) -> None:
+        widths = {name: whole_shape(module)[1] for name, module in layers.items()}
+        unfit = [name for name, width in widths.items() if self._pattern == "2:4" and width % 4]
         if unfit:
-            rule = f"needs inputs that 4 divides, and {unfit[0]} has {layers[unfit[0]].in_features}"
+            rule = f"needs inputs that 4 divides, and {unfit[0]} has {widths[unfit[0]]}"
             fix = f"add to ignore: {', '.join(unfit[:8])}"
             raise UsageError(Fault(where="pattern", value=self._pattern, rule=rule, fix=fix))
-        return layers
 
     def _run_faults(self, args: Any, state: Any, model: Any) -> Iterator[Fault]:
         from ..qat.rounding.attachment import attachment_of
@@ -156,34 +169,57 @@ class MagnitudePruningCallback(TrainerCallback):
             rule = "has the values -1 and 1 alone, and no zero"
             yield Fault(where="weight_rule", value="binary", rule=rule, fix="use ternary")
 
-    def _choose(self, step: int, *, keep_whole: bool) -> None:
+    def _choose(self, step: int) -> None:
         """Choose the zeros of a step on all ranks alike, and set them."""
-        assert self._editor is not None, "training has begun"
         share = self.schedule.sparsity_at(step)
         counts = {name: rows * columns for name, (rows, columns) in self._shapes.items()}
+        found = self._smallest_of_all(share) if self._scope == "global" else None
         zeros = 0
-        if self._scope == "global":
-            last, equal = smallest(lambda: map(self._numbers, counts), round(share * sum(counts.values())))
         for name, count in counts.items():
             numbers = self._numbers(name)
-            if self._scope == "matrix":
-                last, equal = smallest(lambda only=numbers: [only], round(share * count))  # type: ignore[misc]
-            mask, equal = chosen(numbers, last, equal)
+            last, equal = found[name] if found else smallest(lambda only=numbers: [only], round(share * count))  # type: ignore[misc]
+            mask = chosen(numbers, last, equal)
             zeros += int(mask.sum())
-            self._keep(name, mask, keep_whole=keep_whole)
-        self.sparsity = zeros / sum(counts.values())
+            self._keep(name, mask)
+        self.sparsity = self._share_of_all(zeros)
         self._apply()
+
+    def _smallest_of_all(self, share: float) -> dict[str, tuple[int, int]]:
+        """Return for each matrix the number that the smallest of all end at, and how many equal to it are its own."""
+        import torch
+
+        # Stages know all layers of the model by name, and whole models theirs.
+        names = list(dict.fromkeys([*(self._names or ()), *self._shapes]))
+        total = round(share * self._total_of_all(sum(rows * columns for rows, columns in self._shapes.values())))
+        last, equal = smallest(lambda: map(self._numbers, self._shapes), total, add_up=self._stages.add_up)
+        # Of equal numbers the first are the smaller, in the order of the whole model's layers.
+        equals = torch.zeros(len(names), dtype=torch.int64)
+        for name in self._shapes:
+            equals[names.index(name)] = int((self._numbers(name) == last).sum())
+        equals = self._stages.add_up(equals)
+        left = (equal - (equals.cumsum(0) - equals)).clamp(min=0)
+        return {name: (last, int(left[names.index(name)])) for name in self._shapes}
+
+    def _share_of_all(self, zeros: int) -> float:
+        weights = sum(rows * columns for rows, columns in self._shapes.values())
+        return self._total_of_all(zeros) / self._total_of_all(weights)
+
+    def _total_of_all(self, count: int) -> int:
+        import torch
+
+        return int(self._stages.add_up(torch.tensor(count)))
 
     def _numbers(self, name: str) -> Tensor:
         assert self._editor is not None, "training has begun"
         return magnitudes(self._editor.whole(name), self._pattern)
 
-    def _keep(self, name: str, mask: Tensor, *, keep_whole: bool) -> None:
+    def _keep(self, name: str, mask: Tensor) -> None:
         assert self._editor is not None, "training has begun"
+        own = self._editor.part(name, mask.reshape(self._shapes[name])).reshape(-1)
         for region in self._editor.regions(name):
-            piece = packed_mask(mask[region.start : region.start + region.length])
+            piece = packed_mask(own[region.start : region.start + region.length])
             self._masks[name, region.start, region.length] = piece.to(region.device)
-        if keep_whole:
+        if self._stages.writes:
             self._whole[name] = packed_mask(mask).cpu()
 
     def _apply(self) -> None:
@@ -224,8 +260,8 @@ class MagnitudePruningCallback(TrainerCallback):
         for name, (rows, columns) in self._shapes.items():
             mask = unpacked_mask(masks[name], rows * columns)
             zeros += int(mask.sum())
-            self._keep(name, mask, keep_whole=args.should_save)
-        self.sparsity = zeros / sum(rows * columns for rows, columns in self._shapes.values())
+            self._keep(name, mask)
+        self.sparsity = self._share_of_all(zeros)
         self._apply()
         return True
 

@@ -34,7 +34,9 @@ def magnitudes(weight: Tensor, pattern: Pattern = "unstructured") -> Tensor:
     return bits.reshape(-1)
 
 
-def smallest(numbers: Callable[[], Iterable[Tensor]], count: int) -> tuple[int, int]:
+def smallest(
+    numbers: Callable[[], Iterable[Tensor]], count: int, *, add_up: Callable[[Tensor], Tensor] = lambda counts: counts
+) -> tuple[int, int]:
     """Return the number that `count` smallest numbers end at, and how many of those equal to it belong to them.
 
     Radix selection: three counts of one digit each, whatever the amount of numbers.
@@ -42,6 +44,7 @@ def smallest(numbers: Callable[[], Iterable[Tensor]], count: int) -> tuple[int, 
     Args:
         numbers: Gives the same int32 vectors at each call, one after the other; negative ones do not count.
         count: How many; 0 gives a number below all.
+        add_up: Adds counts up over ranks that hold other vectors.
     """
     import torch
 
@@ -54,26 +57,26 @@ def smallest(numbers: Callable[[], Iterable[Tensor]], count: int) -> tuple[int, 
             fits = vector[(vector >= 0) & ((vector >> (shift + digits)) == prefix)]
             found = torch.bincount((fits >> shift) & ((1 << digits) - 1), minlength=1 << digits)
             counted += found.cpu()
-        up_to = counted.cumsum(0)
+        up_to = add_up(counted).cumsum(0)
         digit = int((up_to < left).sum())
         left -= int(up_to[digit - 1]) if digit else 0
         prefix = (prefix << digits) | digit
     return prefix, left
 
 
-def chosen(numbers: Tensor, last: int, equal: int) -> tuple[Tensor, int]:
-    """Return the mask of numbers up to `last`, of those equal to it the first `equal`, and how many of these are left.
+def chosen(numbers: Tensor, last: int, equal: int) -> Tensor:
+    """Return the mask of numbers up to `last`, of those equal to it the first `equal`.
 
     Args:
         numbers: int32 [N], as `magnitudes` gives them.
         last: From `smallest`.
-        equal: From `smallest`, less what earlier vectors took.
+        equal: From `smallest`, less those in earlier vectors.
     """
     import torch
 
     same = numbers == last
     taken = same if int(same.sum()) <= equal else same & (same.cumsum(0, dtype=torch.int32) <= equal)
-    return ((numbers >= 0) & (numbers < last)) | taken, equal - int(taken.sum())
+    return ((numbers >= 0) & (numbers < last)) | taken
 
 
 def packed_mask(mask: Tensor) -> Tensor:

@@ -8,14 +8,39 @@ from typing import Any
 
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE, is_match
 from ...ds_configs.specs.errors import Fault, UsageError
+from ...plugins.deepspeed.engine_layers import named_linear_layers, stages_of
 
 _SHOWN = 3
+
+
+def layers_to_train(
+    model: Any, named: Sequence[str] | None, targets: Sequence[str], ignore: Sequence[str]
+) -> dict[str, Any]:
+    """Return the target layers of a model that an engine may have taken over, by their names in the checkpoint.
+
+    Args:
+        model: As it is trained; of a pipeline this rank's stages.
+        named: What `target_layers` found in the whole model, before the engine; `None` where nobody looked.
+        targets: As for `target_layers`.
+        ignore: Likewise.
+
+    Raises:
+        UsageError: as `target_layers` does, or stages alone would have to tell what the whole model has.
+    """
+    if stages_of(model) is None:
+        return target_layers(model, targets, ignore)
+    if named is None:
+        rule = "has not seen the whole model, which a name must fit, but stages of it"
+        fix = "give it to PipelineTrainer(callbacks=[...])"
+        raise UsageError(Fault(where="callback", rule=rule, fix=fix))
+    layers = named_linear_layers(model)
+    return {name: layers[name] for name in named if name in layers}
 
 
 def target_layers(
     model: Any, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> dict[str, Any]:
-    """Return linear layers by name, without adapters and without those whose weight is the token embedding.
+    """Return linear layers by their names in the checkpoint, without adapters and what is the token embedding too.
 
     Args:
         model: Transformers model, or any module.
@@ -25,13 +50,7 @@ def target_layers(
     Raises:
         UsageError: a target or an entry of `ignore` fits no layer, or nothing is left; all faults at once.
     """
-    import torch
-
-    layers = {
-        name.replace("_orig_mod.", ""): module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
-    }
+    layers = {name: module for name, module in named_linear_layers(model).items() if ".lora_" not in name}
     faults = [
         Fault(where=where, value=pattern, rule="matches no linear layer of the model", fix=_near(pattern, layers))
         for where, patterns in (("targets", targets), ("ignore", ignore))
@@ -76,7 +95,12 @@ def fused_experts_remark(model: Any) -> str | None:
 def _embedding_weights(model: Any) -> set[int]:
     import torch
 
-    return {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    divided = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) or type(module).__name__ in divided
+    }
 
 
 def _near(pattern: str, layers: dict[str, Any]) -> str:

@@ -122,6 +122,12 @@ DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
      E, "scheduler.params.warmup_num_steps", "positive"),
     (deepspeed(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}),
      W, "scheduler.params.warmup_num_steps", "warm-up"),
+    # the table of combinations
+    (deepspeed(optimizer={"type": "Adagrad"}, zero_optimization={"stage": 1}, tensor_parallel={"autotp_size": 2}),
+     W, "optimizer.type", "Adagrad with ZeRO-1, tensor parallelism (AutoTP) makes its states"),
+    (deepspeed(compile={"deepcompile": True}, expert_parallel={"enabled": True, "autoep_size": 2}),
+     W, "compile.deepcompile", "torch.compile with expert parallelism (AutoEP) cannot trace the routing"),
+    (deepspeed(bf16=None, tensor_parallel={"autotp_size": 2}), W, "tensor_parallel.autotp_size", '"bf16": {"enabled"'),
     # auto
     (zero(stage=3, stage3_max_live_parameters="auto"), E, f"{ZERO}.stage3_max_live_parameters", "its default instead"),
     (deepspeed(steps_per_print="auto"), E, "steps_per_print", "receives the word itself"),

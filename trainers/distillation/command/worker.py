@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ....plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ...parallel.trainer_for import PlannedParallelism
 from ...runs.ranks import (
     collator,
     end_rank,
@@ -58,7 +59,8 @@ def _trainer(job: WorkerJob, work: Path, arguments: Any, student: Any, teacher: 
         from ..cache.teacher_cache import CachedTeacherDataset
 
         samples = [CachedTeacherDataset(side, teacher) for side in samples]
-    return DistillationTrainer(
+    return PlannedParallelism().make_trainer(
+        trainer_class=DistillationTrainer,
         model=student,
         teacher=teacher,
         teacher_placement=job.placement,

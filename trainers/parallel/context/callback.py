@@ -183,6 +183,7 @@ def _model_faults(arguments: Any, model: Any, size: int, replicas: int) -> list[
         rope_type=rotation(text),
         dp_replicate=replicas,
         dp_shard=arguments.world_size // (size * replicas) if size > 0 else None,
+        names_self_attention=any(name.endswith("self_attn") for name, _ in inner.named_modules()),
     )
     if size > 1 and arguments.world_size % size == 0 and arguments.world_size // size % replicas:
         rule = f"must divide the {arguments.world_size // size} ranks beside cp = {size}"

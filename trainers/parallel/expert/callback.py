@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -14,10 +14,8 @@ from ....plugins.deepspeed.auto_ep_checkpoint import Shapes, whole_shapes, whole
 from ....plugins.transformers.run_settings import trainer_faults
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 from .balance import balance_loss_share
+from .balance_over_ranks import balance_factor, sum_over_ranks
 from .router_watch import RouterWatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ExpertParallelCallback(TrainerCallback):
@@ -135,32 +133,19 @@ class ExpertParallelCallback(TrainerCallback):
             if self._log_routing and model.training:
                 self._watch.add(records, mask_T)
             if balances and strength is not None:
-                factor = self._balance_factor(num_items_in_batch, training=model.training)
-                share = balance_loss_share(records, mask_T, _sum_over_ranks)
+                factor = balance_factor(trainer, num_items_in_batch, training=model.training)
+                share = balance_loss_share(records, mask_T, sum_over_ranks)
                 loss = loss + strength * factor * share
             return (loss, outputs) if return_outputs else loss
 
         trainer.compute_loss = compute_loss
-
-    def _balance_factor(self, num_items_in_batch: Any, *, training: bool) -> float:
-        """Return by what to multiply this rank's share, so that a step adds the mean over its micro-batches.
-
-        DeepSpeed averages over the ranks, whose shares are to be added up; the Trainer divides by the micro-batches
-        of a step itself, but for losses that are divided by the tokens of the step.
-        """
-        trainer = self._trainer
-        divided_later = trainer.compute_loss_func is None and (
-            num_items_in_batch is None or not trainer.model_accepts_loss_kwargs
-        )
-        ranks = float(trainer.args.world_size)
-        return ranks if divided_later or not training else ranks / trainer.current_gradient_accumulation_steps
 
     def _override_log(self, trainer: Any) -> None:
         log = trainer.log
 
         def log_with_routing(logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
             if "loss" in logs and self._watch is not None and self._log_routing:
-                logs = logs | self._watch.report(_sum_over_ranks)
+                logs = logs | self._watch.report(sum_over_ranks)
             log(logs, *arguments, **keywords)
 
         trainer.log = log_with_routing
@@ -189,12 +174,6 @@ def _without_balance_loss(config: Any) -> Iterator[None]:
     finally:
         if wanted:
             config.output_router_logits = wanted
-
-
-def _sum_over_ranks(tensor: Tensor) -> None:
-    import torch.distributed as dist
-
-    dist.all_reduce(tensor)
 
 
 def _argument_faults(arguments: Any, model_config: Any) -> list[Fault]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...parallel.trainer_for import PlannedParallelism
 from ...runs.held_out import held_out_cross_entropy
 from ...runs.ranks import (
     collator,
@@ -67,12 +68,11 @@ def _trainer(
         "callbacks": [callback],
     }
     if job.teacher is None:
-        from transformers import Trainer
-
-        return Trainer(**common)
+        return PlannedParallelism().make_trainer(**common)
     from ...distillation.trainer import DistillationTrainer
 
-    return DistillationTrainer(
+    return PlannedParallelism().make_trainer(
+        trainer_class=DistillationTrainer,
         teacher=placed_teacher(job.teacher, job.teacher_revision, job, arguments, engine),
         teacher_placement=job.placement,
         distillation=teacher_distance_config(job.settings, job.vocab_size),

@@ -17,15 +17,18 @@ from ....ds_configs.plan.write import output_faults
 from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.quantization.mixtures import mixture_remarks
 from ....ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ....plugins.deepspeed.gathering import first_rank, training_device
+from ....plugins.deepspeed.engine_layers import stages_of
+from ....plugins.deepspeed.gathering import first_rank, gathered_parameters, training_device
 from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ....plugins.transformers.checkpoint_model import model_class
 from ...verify.checkpoint import Verification, fail_output
 from ..rounding.attachment import Attachment
 from ..rounding.kv_cache import PARTS, kv_cache_scheme
 from .files import write_adapter, write_companions, write_config, write_export_report
+from .stages import stage_tensors, whole_model
 from .tensors import (
     Collected,
+    Collector,
     active_adapters,
     checkpoint_contents,
     collect,
@@ -101,10 +104,15 @@ def export(
 
     place = Path(output_dir)
     model = extract_model_from_parallel(model, keep_torch_compile=False)
+    device, tensors = training_device(model), gathered_parameters(model)
+    if stages_of(model) is not None:
+        tensors = stage_tensors(model, place)
+        model, attachment = whole_model(model, attachment)
     root = _transformers_model(model)
     with first_rank() as ranks:
         ranks.does(lambda: _refuse(attachment, root, place, source=source, dtype=dtype, force=force))
-        found, failure = collect(model, attachment, root=root, keep_trained=verify, first=ranks.is_here)
+        collector = Collector(model, attachment, root=root, device=device, keep_trained=verify)
+        found, failure = collect(tensors, collector if ranks.is_here else None)
 
         def work() -> dict[str, Any]:
             if failure is not None:
@@ -115,6 +123,7 @@ def export(
                 root=root,
                 attachment=attachment,
                 found=found,
+                device=device,
                 output=place,
                 tokenizer=tokenizer,
                 source=source,
@@ -156,6 +165,7 @@ class _Export:
     root: Any
     attachment: Attachment
     found: Collected
+    device: torch.device
     output: Path
     tokenizer: Any
     source: str | Path | None
@@ -183,7 +193,7 @@ class _Export:
                     root,
                     staging,
                     layers=layers,
-                    device=training_device(self.model),
+                    device=self.device,
                     probe=probe,
                     tolerance=tolerance,
                 )
@@ -202,7 +212,7 @@ class _Export:
             staging,
             architecture=model_class(self.root).__name__,
             layers=layers,
-            ignore=dense_layers(self.model, self.attachment, self.root),
+            ignore=dense_layers(self.attachment, self.root),
             kv_cache_scheme=kv_cache_scheme(self.attachment.config),
         )
         if self.found.adapter:

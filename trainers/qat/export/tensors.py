@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ....plugins.compressed_tensors.codes import StoredLayer, pack_tensors
-from ....plugins.deepspeed.gathering import gathered_parameters, training_device
 from ....plugins.transformers.checkpoint_model import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
-from ....plugins.transformers.expert_layers import router_modules
 from ..rounding.attachment import Attachment, checkpoint_name
-from ..rounding.experts import expert_linear_layers, is_fused_experts
 from ..rounding.fake_quantized_linear import merged_weight
 from ..rounding.kv_cache import PARTS, kv_cache_tensors
 from ..rounding.layers import LEARNED
@@ -23,6 +20,7 @@ from ..rounding.lora import is_lora_linear
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import Tensor
 
     from ..rounding.layers import LayerQuantizer
@@ -71,18 +69,21 @@ class Collected:
 class Collector:
     """Takes whole parameters one by one, and packs a module as soon as all of its own are there."""
 
-    def __init__(self, model: Any, attachment: Attachment, *, root: Any, keep_trained: bool) -> None:
+    def __init__(
+        self, model: Any, attachment: Attachment, *, root: Any, device: torch.device, keep_trained: bool
+    ) -> None:
         """Prepare.
 
         Args:
             model: As it was trained, with adapters if it has any.
             attachment: What rounds in it.
             root: The Transformers model in it.
+            device: The training's.
             keep_trained: Whether to keep what is packed in the training's own type too.
         """
         self.found = Collected()
         self._attachment, self._root, self._keep = attachment, root, keep_trained
-        self._device = training_device(model)
+        self._device = device
         self._names = module_names(attachment, root)
         self._owners: dict[str, tuple[str, str]] = {}
         self._waiting: dict[str, set[str]] = {}
@@ -91,7 +92,7 @@ class Collector:
         self._active = set(active_adapters(model))
         self._rounded = {id(module): name for name, module in attachment.modules.items()}
         for name, module in self._modules.items():
-            own = [relative for relative, _ in module.named_parameters() if relative in consumed(module)]
+            own = consumed(module)
             self._waiting[name], self._arrived[name] = set(own), {}
             self._owners |= {f"{name}.{relative}": (name, relative) for relative in own}
 
@@ -173,9 +174,9 @@ class Collector:
 
 
 def collect(
-    model: Any, attachment: Attachment, *, root: Any, keep_trained: bool, first: bool
+    tensors: Iterable[tuple[str, Tensor | None]], collector: Collector | None
 ) -> tuple[Collected, Exception | None]:
-    """Gather all of a model on the first rank; every rank must call it.
+    """Take all of a model on the first rank, where `collector` is; every rank must call it.
 
     Returns:
         What was found, empty on other ranks, and the error that ended the work: gathering goes on, because the other
@@ -183,9 +184,8 @@ def collect(
     """
     import torch
 
-    collector = Collector(model, attachment, root=root, keep_trained=keep_trained) if first else None
     failure: Exception | None = None
-    for name, tensor in gathered_parameters(model):
+    for name, tensor in tensors:
         if collector is None or tensor is None or failure is not None:
             continue
         try:
@@ -211,26 +211,14 @@ def quantized_layers(attachment: Attachment, root: Any) -> tuple[LinearLayer, ..
     return tuple(replace(layer, name=names[layer.name]) for layer in attachment.layers)
 
 
-def dense_layers(model: Any, attachment: Attachment, root: Any) -> list[str]:
+def dense_layers(attachment: Attachment, root: Any) -> list[str]:
     """Return what loaders must not quantize: linear layers and routers that stay dense, and experts as patterns.
 
     Names are those of the checkpoint, and of the model where they differ.
     """
-    import torch
-
-    packed = set(map(id, attachment.modules.values()))
-    names, experts = list(map(plain_name, router_modules(model))), []
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if id(module) in packed or "original_module" in parts or any(part.startswith("lora_") for part in parts):
-            continue
-        if is_fused_experts(module):
-            stored = re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0]
-            experts += [stored, rf"re:{re.escape(stored)}\."]
-        elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
-            names.append(plain_name(name))
-    found = checkpoint_module_names(root, names)
-    return list(dict.fromkeys([found[name] for name in names] + names + experts))
+    found = checkpoint_module_names(root, attachment.dense)
+    experts = [entry for name in attachment.dense_experts for entry in (name, rf"re:{re.escape(name)}\.")]
+    return list(dict.fromkeys([*(found[name] for name in attachment.dense), *attachment.dense, *experts]))
 
 
 def module_names(attachment: Attachment, root: Any) -> dict[str, str]:

@@ -25,7 +25,7 @@ from ...verify.checkpoint import (
     reference_logits,
 )
 from ..rounding.attachment import Attachment, QuantizationState
-from ..rounding.experts import fake_quantize_experts, is_fused_experts
+from ..rounding.experts import fake_quantize_experts
 from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer
 from ..rounding.rounding import round_weight
 from .tensors import Collected, forward_weight, module_names, plain_name, quantizer_of
@@ -59,7 +59,7 @@ def trained_reference(
     state = QuantizationState(enabled=True)
     for name, parameters in found.trained.items():
         module, target = attachment.modules[name], model.get_submodule(plain_name(name))
-        if is_fused_experts(module):
+        if hasattr(module, "quantizers"):
             _swap_experts(target, name, module, parameters, state)
         else:
             placed = {relative: one.to(device) for relative, one in parameters.items()}
@@ -201,7 +201,7 @@ def _round_cache(model: Any, root: Any, state: QuantizationState) -> None:
 
 def _rounded_weights(module: Any, parameters: Mapping[str, Tensor]) -> list[tuple[LayerQuantizer, Tensor]]:
     """Return every matrix of a module as its forward pass rounds it."""
-    if is_fused_experts(module):
+    if hasattr(module, "quantizers"):
         stored = module.stored_layers(parameters)
         found = [(quantizer_of(module, key), layer) for key, layer in stored.items()]
         return [(quantizer, _dequantized(layer, quantizer).cpu()) for quantizer, layer in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         lora_rank=_lora_rank(model),
     )
     _change_classes(model, attachment, found)
+    _note_dense_layers(model, attachment, routers)
     attach_kv_cache(model, attachment)
     add_learned_scales(attachment)
     model.register_load_state_dict_pre_hook(_refuse_foreign_scales)
@@ -219,6 +221,22 @@ def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tupl
             module.__class__ = FakeQuantizedLinear
             module.quantizer = quantizer(names[0])
         attachment.modules[name] = module
+
+
+def _note_dense_layers(model: Any, attachment: Attachment, routers: tuple[str, ...]) -> None:
+    """Keep what loaders must not quantize, by names that an engine may take away."""
+    import torch
+
+    names, experts = [*routers], []
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if name in attachment.modules or "original_module" in parts or any(part.startswith("lora_") for part in parts):
+            continue
+        if is_fused_experts(module):
+            experts.append(re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0])
+        elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
+            names.append(checkpoint_name(name))
+    attachment.dense, attachment.dense_experts = tuple(names), tuple(experts)
 
 
 def _lora_rank(model: Any) -> int | None:

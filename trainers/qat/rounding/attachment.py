@@ -56,6 +56,10 @@ class Attachment:
     """Modules that round, by their names in the model."""
     layers: tuple[LinearLayer, ...]
     """Matrices that are rounded, by their names in the checkpoint."""
+    dense: tuple[str, ...] = ()
+    """Linear layers and routers that stay dense, by their names in the model without adapters."""
+    dense_experts: tuple[str, ...] = ()
+    """Where a checkpoint has the experts that stay dense, layer by layer."""
     lora_rank: int | None = None
     """Rank of the adapter that is trained; `None` without one."""
     ranges: dict[str, InputRange] = field(default_factory=dict)

@@ -44,12 +44,17 @@ class LayerQuantizer:
     forward_dtype: torch.dtype | None = None
     """Type of the weight in the last forward pass: FSDP2's policies show another one than they keep."""
 
-    def rounding(self, *, adapter_scaling: float = 0.0) -> LinearRounding:
-        """Return what a forward pass does at this step."""
+    def rounding(self, *, adapter_scaling: float = 0.0, ranks: Any = None) -> LinearRounding:
+        """Return what a forward pass does at this step.
+
+        Args:
+            adapter_scaling: As in `LinearRounding`.
+            ranks: As in `WeightRounding`.
+        """
         weights = self.scheme.weights
         if self.state.bits is not None and self.state.bits != weights.bits:
             weights = replace(weights, bits=self.state.bits)
-        weight = WeightRounding(quantization=weights, rule=self.rule, stored_dtype=self.stored_dtype)
+        weight = WeightRounding(quantization=weights, rule=self.rule, stored_dtype=self.stored_dtype, ranks=ranks)
         return LinearRounding(weight=weight, inputs=self.scheme.activations, adapter_scaling=adapter_scaling)
 
     def stored_layer(
@@ -82,8 +87,11 @@ class FakeQuantizedLinear(torch.nn.Linear):
     """A linear layer whose forward pass computes with the numbers of the checkpoint."""
 
     quantizer: LayerQuantizer
-    consumed = ("weight", *LEARNED)
-    """Own parameters that the packed form takes the place of."""
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """Own parameters that the packed form takes the place of."""
+        return ("weight", *(name for name in LEARNED if name in self._parameters))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``round(x) · round(W)ᵀ + bias`` [..., O]; plain where rounding has not begun."""

@@ -79,7 +79,7 @@ def _fake_quantized_class() -> Any:
         def consumed(self) -> tuple[str, ...]:
             adapter = self.active_adapters[0]
             own = ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")
-            return (*own, *LEARNED)
+            return (*own, *(name for name in LEARNED if name in self._parameters))
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             quantizer = self.quantizer

@@ -53,6 +53,8 @@ class WeightRounding:
     """Where its scales come from."""
     stored_dtype: torch.dtype
     """Type of the scales in the checkpoint, and of the weight that a loader makes."""
+    ranks: Any | None = None
+    """Process group whose ranks hold parts of what shares a scale; `None` where this rank holds all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +93,8 @@ def round_weight(
         return _by_learned_scale(weight, rounding, scale, zero_point)
     if rounding.rule in ("ternary", "binary"):
         return _by_mean_magnitude(weight, rounding)
-    own_scale, own_zero_point = weight_scale_and_zero_point(weight, quantization, rounding.stored_dtype)
+    seen = weight if rounding.ranks is None else _extremes_over_ranks(weight, rounding)
+    own_scale, own_zero_point = weight_scale_and_zero_point(seen, quantization, rounding.stored_dtype)
     levels = weight_levels(weight, own_scale, own_zero_point, quantization)
     return RoundedWeight(levels=levels, scale=own_scale, zero_point=own_zero_point)
 
@@ -202,6 +205,20 @@ def stored_zero_point(zero_point: Tensor, bits: int) -> Tensor:
     import torch
 
     return torch.round(torch.clamp(zero_point.detach(), *code_range(bits))).to(torch.int8)
+
+
+def _extremes_over_ranks(weight: Tensor, rounding: WeightRounding) -> Tensor:
+    """Return the least and the largest number of what shares a scale, [O, 2] by channel and [1, 2] by tensor.
+
+    They have the scale of the whole matrix, to the bit.
+    """
+    import torch
+
+    assert rounding.rule == "minmax" and rounding.quantization.strategy != "group", "checked when layers were divided"
+    shared = sharing(weight.detach(), rounding.quantization)
+    ends = torch.stack([-shared.amin(-1), shared.amax(-1)])
+    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX, group=rounding.ranks)
+    return torch.stack([-ends[0], ends[1]], dim=-1).reshape(-1, 2)
 
 
 def _by_learned_scale(

@@ -140,6 +140,8 @@ def test_sizes_are_legal_exactly_when_deepspeed_takes_them(
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"attention_window_tokens": 4096}, "looks back 4096 tokens"),
         ({"model_type": "rwkv"}, "layers of rwkv"),
+        ({"model_type": "gpt2"}, "finds no attention to run in gpt2"),
+        ({"names_self_attention": False}, "named self_attn"),
         ({"mask_dimensions": 4}, "more than 2 dimensions"),
         ({"packed": True}, "own row"),
         ({"left_padded": True}, "pad on the right"),
