@@ -23,6 +23,21 @@ def quiet_optional_kernels() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
+def keep_layout(model: Any) -> Any:
+    """Keep a model's 4-bit layers as they were loaded, and return the model.
+
+    Seen with bitsandbytes 0.50.2 on processors with AVX512-BF16 (`nn/modules.py`, `Linear4bit.forward`): a pass in
+    evaluation rounds the scales to bf16 in place, and saving rounds them again and misplaces them. A QLoRA run that
+    is evaluated or saved in between then loses otherwise than one that is not.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
 @dataclass(kw_only=True)
 class BitsAndBytesModel:
     """A model in memory, and its checkpoint, which was written before the model ran for the first time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,16 @@ SETTINGS = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
     "zero3": {"strategy": "zero3"},
     "fsdp2": {"strategy": "fsdp2"},
     "sp": {"sequence_parallel_size": 2},
     "tp": {"tensor_parallel_size": 2},
     "pp": {"pipeline_parallel_size": 2},
     "ep": {"expert_parallel_size": 2},
+    "lora": {"strategy": "zero2", "method": "lora", "lora_rank": 2},
+    "qlora": {"strategy": "ddp", "method": "qlora", "lora_rank": 2},
 }
 
 
@@ -46,14 +51,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"root": root, "llama": root / "llama", "mixtral": root / "mixtral"}
 
 
-def trained(model: Path, directory: Path, hardware: str, **settings: Any) -> tuple[list[float], dict[str, Any]]:
+def trained(
+    model: Path, directory: Path, hardware: str, *flags: str, **settings: Any
+) -> tuple[list[float], dict[str, Any]]:
     """Return the loss of each step, and what the command printed."""
     root = model.parent
     stated = SETTINGS | settings | {"dataset": str(root / "rows.jsonl"), "hardware": hardware}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "settings.yaml").write_text(json.dumps(stated))
     command = [*warm_command("shardwright"), "train", str(model), "--config", "settings.yaml", "--output-dir", "out"]
-    done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, cwd=directory, timeout=600)
+    done = subprocess.run(
+        [*command, *flags, "--format", "json"], capture_output=True, text=True, cwd=directory, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     steps = (directory / "out" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(step)["loss"] for step in steps], json.loads(done.stdout)
@@ -64,10 +73,11 @@ def one_process(models: dict[str, Path]) -> Any:
     """Return the losses of one process by model; each is trained when a test first asks for it."""
     found: dict[str, Any] = {}
 
-    def of(name: str) -> Any:
-        if name not in found:
-            found[name] = trained(models[name], models["root"] / f"one-{name}", "1xCPU")
-        return found[name]
+    def of(name: str, method: str) -> Any:
+        if (name, method) not in found:
+            settings = {} if method == "full" else {"method": method, "lora_rank": 2}
+            found[name, method] = trained(models[name], models["root"] / f"one-{name}-{method}", "1xCPU", **settings)
+        return found[name, method]
 
     return of
 
@@ -77,10 +87,17 @@ def test_losses_are_those_of_one_process(
     models: dict[str, Path], one_process: Any, tmp_path: Path, layout: str, deepspeed_cpu_ops: None
 ) -> None:
     name = "mixtral" if layout == "ep" else "llama"
-    losses, shown = trained(models[name], tmp_path, "2xCPU", **LAYOUTS[layout])
-    expected, alone = one_process(name)
+    settings = LAYOUTS[layout] | {"save_steps": 2}
+    losses, shown = trained(models[name], tmp_path, "2xCPU", **settings)
+    expected, alone = one_process(name, settings.get("method", "full"))
     assert losses == pytest.approx(expected, abs=1e-5)
     for when in ("before", "after"):
         assert shown["cross_entropy"][when] == pytest.approx(alone["cross_entropy"][when], abs=1e-5)
     assert losses[-1] < losses[0]
     assert list((tmp_path / "out").glob("*.safetensors"))
+    # What a run leaves that ends behind its second step.
+    resumed = tmp_path / "resumed"
+    shutil.move(tmp_path / "out" / "checkpoints" / "checkpoint-2", resumed / "out" / "checkpoints" / "checkpoint-2")
+    again, found = trained(models[name], resumed, "2xCPU", "--resume", **settings)
+    assert again == losses
+    assert found["cross_entropy"] == shown["cross_entropy"]

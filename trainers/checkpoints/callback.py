@@ -23,7 +23,7 @@ from ...plugins.transformers.finite_weights import gathered
 from .agreement import on_first_rank, together
 from .record import FileRecord, flush_tree, flushed_records, write_record
 from .resume_rules import compared
-from .run_facts import run_facts
+from .run_facts import run_facts, trained_tensors
 from .selection import Selection, checkpoints, named_checkpoint, newest_whole, rotate, set_aside
 
 
@@ -56,6 +56,9 @@ class CheckpointCallback(TrainerCallback):
     def attach(self, trainer: Any) -> None:
         """Add this callback to a Trainer, behind all others."""
         self._trainer = trainer
+        # An engine with expert parallelism names its tensors otherwise, and a run that resumes has none yet.
+        if (model := getattr(trainer, "model", None)) is not None:
+            self._own_facts = {"trained": trained_tensors(model)} | self._own_facts
         train = trainer.train
 
         def train_and_finish(*args: Any, **kwargs: Any) -> Any:

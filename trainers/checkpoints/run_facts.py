@@ -46,7 +46,7 @@ def run_facts(trainer: Any) -> dict[str, Any]:
         "max_grad_norm": args.max_grad_norm,
         "max_steps": args.max_steps if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs",
         "model": _model(trainer.model),
-        "trained": _trained(trainer.model),
+        "trained": trained_tensors(trainer.model),
         "data": _data(trainer.train_dataset),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
     }
@@ -80,7 +80,7 @@ def _model(model: Any) -> str | None:
     return f"{known.get('model_type', type(model).__name__)} {_digest(kept)}"
 
 
-def _trained(model: Any) -> str:
+def trained_tensors(model: Any) -> str:
     """Return how many tensors are trained and a digest of their names, without the prefixes of wrappers."""
     names = sorted(
         name.replace("_orig_mod.", "").removeprefix("module.")

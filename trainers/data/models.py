@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...plugins.bitsandbytes.checkpoint import keep_layout
 from ...plugins.huggingface_hub.hub import read_model_source
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.peft.lora import four_bit_loading
@@ -96,7 +97,7 @@ def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for
         if place.is_dir():
             check_weights(place)
         return source.model
-    return load_causal_lm(
+    model = load_causal_lm(
         source.model,
         # Weights of the training are looked at when it begins, where --allow-nonfinite is known.
         allow_nonfinite=True,
@@ -105,6 +106,7 @@ def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for
         dtype=dtype,
         quantization_config=four_bit_loading(dtype) if source.method == "qlora" else None,
     )
+    return keep_layout(model) if source.method == "qlora" else model
 
 
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
