@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +15,7 @@ from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.write import write_files
 from ..ds_configs.specs.errors import ShardwrightError
 from ..ds_configs.specs.job import TrainingJob
-from .options import ConfigOption
+from .options import FormatOptions
 from .settings import FILLED, Options, grouped
 
 TIME_LIMIT_SECONDS = 900
@@ -35,7 +37,7 @@ SMALL_LLAMA: dict[str, Any] = {
 
 
 @grouped
-class DemoOptions(ConfigOption):
+class DemoOptions(FormatOptions):
     """Extent of the demo."""
 
     steps: int = Field(30, ge=1, description="Optimizer steps of the training")
@@ -52,6 +54,19 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
     output_dir
         Where the small model, its plan and the trained checkpoint go.
     """
+    if options.as_json:
+        # What people read goes beside the one object.
+        with redirect_stdout(sys.stderr):
+            small, losses = _demo(output_dir, options)
+        found = {"strategy": small.chosen.strategy.label, "hardware": small.hardware.name, "losses": losses}
+        print(json.dumps({"schema_version": 1, **found, "output_dir": str(output_dir / "plan" / "model")}))
+    else:
+        _demo(output_dir, options)
+    return 0
+
+
+def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
+    """Show and run the demo; returns the small plan, and the loss of each step."""
     force = options.force
     from ..plugins.planning.from_names import plan
     from .configs import load_entry
@@ -72,7 +87,8 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
         raise ShardwrightError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
     print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of ZeRO-2 on two ranks")
     print(f"trained model in {output_dir / 'plan' / 'model'}")
-    return 0
+    print(f"Next: shardwright evaluate {output_dir / 'plan' / 'model'} --text YOUR_TEXT, or plan a model of your own")
+    return small, losses
 
 
 def plan_again(entry: Plan) -> Plan:

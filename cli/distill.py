@@ -54,7 +54,7 @@ def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
     from ..plugins.huggingface_hub.cards import CARD_FILE
     from ..trainers.distillation.command.run_report import CHART_FILE, comparison
     from ..trainers.runs.report import REPORT_FILE
-    from .show import console
+    from .show import console, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
@@ -71,3 +71,5 @@ def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
     out.print(outcome.speed_line(outcome.result))
     files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))
     out.print(f"Student in {output_dir}; see {files}", markup=False)
+    if outcome.settings.method == "full":
+        show_next("shardwright", "quantize", output_dir, "--scheme", "W4A16", "--output-dir", f"{output_dir}-w4")

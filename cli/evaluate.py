@@ -148,12 +148,11 @@ def stages_on_stderr(stage: str, done: int, total: int) -> None:
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     """Print what was found, the model beside its baseline."""
-    from rich.table import Table
     from rich.text import Text
 
     from ..ds_configs.plan.measurement import printable
     from ..trainers.evaluation.report import FILE_NAMES, rows, verdict
-    from .show import console
+    from .show import console, print_compared
 
     out, text, compared = console(), evaluation.text, evaluation.comparison is not None
     beside = "" if evaluation.baseline is None else f"  beside {printable(evaluation.baseline.name)}"
@@ -165,14 +164,9 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
         )
     )
     out.print()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name in ("model", *(("baseline", "difference") if compared else ())):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows(evaluation):
-        cells = (row.baseline, row.difference) if compared else ()
-        table.add_row(row.name, Text(row.model, style="bold"), *cells)
-    out.print(table)
+    headings = ("model", "baseline", "difference") if compared else ("model",)
+    found = ((row.name, row.model, row.baseline, row.difference)[: 1 + len(headings)] for row in rows(evaluation))
+    print_compared(out, headings, found)
     out.print()
     if compared:
         out.print(Text(verdict(evaluation)))

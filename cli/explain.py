@@ -28,11 +28,14 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     Parameters
     ----------
     subject
-        Directory or plan.json of a plan, a strategy, a memory term, or a rule.
+        Directory or plan.json of a plan, a strategy, a memory term, or a rule; `names` lists these.
     """
     name = subject.strip().lower().replace(" ", "_").replace("-", "_")
     meanings = _meanings()
     exists = _exists(subject)
+    if not exists and name == "names":
+        print(json.dumps({"schema_version": 1, "names": sorted(meanings)}) if options.as_json else "\n".join(meanings))
+        return 0
     if not exists and name in meanings:
         if options.as_json:
             print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))
@@ -41,9 +44,9 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
         return 0
     if not exists:
         near = get_close_matches(name, list(meanings), n=3, cutoff=0.5)
-        fix = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(meanings)}"
+        fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists what is known"
         raise UsageError(
-            Fault(where="subject", value=subject, rule="is no plan, strategy, memory term or rule", fix=fix)
+            Fault(where="subject", value=subject, rule="is no path of a plan, no strategy, term or rule", fix=fix)
         )
     plan = Plan.load(subject)
     if options.as_json:

@@ -24,7 +24,9 @@ def launch_command(
 
     The plan's directory may have moved since it was written. CPU ranks are made ready for the script.
 
-    Example: shardwright launch plan finetune.py --epochs 3
+    Examples: shardwright launch plan finetune.py --epochs 3 ;
+    shardwright launch plan run_clm.py --output_dir out @plan ;
+    shardwright launch plan finetune.py -- --config own.yaml
 
     Parameters
     ----------
@@ -33,9 +35,10 @@ def launch_command(
     script
         Python file with a Trainer, an Accelerator or `deepspeed.initialize`.
     arguments
-        Of the script; behind `--` where this command has one of the same name.
+        Of the script; `@plan` stands for the plan's TrainingArguments as flags. Behind `--` where this command has one
+        of the same name.
     """
-    from ..trainers.runs.script import launch_own_script
+    from ..trainers.training.script import launch_own_script
 
     launch_own_script(plan, script, arguments, on_line=lambda line: print(line, flush=True), notify=note)
     return 0

@@ -51,6 +51,7 @@ def build_app() -> App:
     )
     for name, (target, summary) in _COMMANDS.items():
         app.command(f"{__package__}.{target}", name=name, help=summary)
+    app.register_install_completion_command(help="Let the shell complete commands and options.")
     return app
 
 

@@ -78,7 +78,9 @@ def plan_command(
 ) -> int:
     """Choose the ZeRO stage (or FSDP2, or DDP) for a model on some hardware, with the reason and the memory.
 
-    Example: shardwright plan meta-llama/Llama-3.1-8B --hardware 8xA100-80GB --output-dir plan
+    Examples: shardwright plan meta-llama/Llama-3.1-8B --hardware 8xA100-80GB --output-dir plan ;
+    shardwright plan MODEL --hardware 1xRTX4090 --method qlora --seq-len 2048 ;
+    shardwright plan MODEL --hardware 4x8xH100-80GB --strategy zero3 --format json
 
     Parameters
     ----------

@@ -87,7 +87,7 @@ def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     from ..trainers.qat.command.request import is_own_teacher
     from ..trainers.qat.command.run_report import CHART_FILE, checkpoint_facts, stages
     from ..trainers.runs.report import REPORT_FILE
-    from .show import console
+    from .show import console, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
@@ -109,3 +109,4 @@ def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     out.print(outcome.speed_line(outcome.result))
     files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))
     out.print(f"Checkpoint in {output_dir}; see {files}", markup=False)
+    show_next("shardwright", "evaluate", output_dir, "--baseline", outcome.model)

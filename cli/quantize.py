@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ..ds_configs.quantization.recipe import QuantizeSettings, read_recipe
+from ..ds_configs.specs.settings import HubSettings
 from .options import RunOptions
 from .progress import lines_at_times, note, progress_on_stderr
 from .settings import FILLED, Options, grouped
@@ -25,7 +26,7 @@ grouped(QuantizeSettings)
 
 
 @grouped
-class QuantizeOptions(RunOptions):
+class QuantizeOptions(RunOptions, HubSettings):
     """Source and destination of a checkpoint."""
 
     config: str | None = Field(
@@ -58,8 +59,10 @@ def quantize_command(
     model
         Hub id or directory; weights are read from safetensors.
     """
+    from ..plugins.huggingface_hub.push import check_push, pushed
     from ..trainers.quantization.inputs import prepare
 
+    check_push(options.push_to_hub)
     output_dir = options.output_dir
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
@@ -72,7 +75,8 @@ def quantize_command(
         with redirect_stdout(sys.stderr):
             _show_prepared(prepared, as_json=False)
     how = {"device": options.device, "evaluate": options.evaluate, "resume": options.resume}
-    outcome = _run(prepared, output_dir, **how)
+    with pushed(output_dir, options.push_to_hub, private=options.private, notify=note):
+        outcome = _run(prepared, output_dir, **how)
     if options.as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
     else:
@@ -156,13 +160,13 @@ def _largest(terms: Any) -> str:
 
 def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
     """Print what was verified and what it cost."""
-    from rich.table import Table
     from rich.text import Text
 
     from ..ds_configs.plan.measurement import printable
+    from ..ds_configs.quantization.methods import METHODS
     from ..trainers.evaluation.report import rows, verdict
     from ..trainers.quantization.report import quantization_file_names
-    from .show import console
+    from .show import console, print_compared, show_next
 
     out, evaluation = console(), outcome.evaluation
     out.print(Text(printable(outcome.prepared.source.name), style="bold"), f"as {outcome.prepared.scheme.name}")
@@ -170,14 +174,11 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
         out.print(f"  {name}: {value}", markup=False)
     if evaluation is not None:
         out.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("")
-        for name in ("quantized", "before", "difference"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in rows(evaluation):
-            table.add_row(row.name, Text(row.model, style="bold"), row.baseline, row.difference)
-        out.print(table)
+        found = ((row.name, row.model, row.baseline, row.difference) for row in rows(evaluation))
+        print_compared(out, ("quantized", "before", "difference"), found)
         out.print()
         out.print(Text(verdict(evaluation)))
     names = ", ".join(quantization_file_names(evaluated=evaluation is not None))
     out.print(Text(f"Checkpoint in {printable(str(output_dir))}, with {names}"))
+    if METHODS[outcome.prepared.resolved.method].engine == "llm-compressor":
+        show_next("vllm", "serve", output_dir)

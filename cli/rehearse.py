@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.settings import Paths
 from .options import ReportOptions
 from .progress import note, progress_on_stderr
@@ -33,6 +34,9 @@ class RehearseOptions(ReportOptions):
         False,
         description="Start one launcher for each node of the plan on this machine, by default with one rank each",
     )
+    script: Path | None = Field(
+        None, description="Your own script to run instead, with a shrunken model; its arguments follow the plan's place"
+    )
     text: Paths = Field((), description="Files to train on, byte by byte. Default: synthetic tokens")
     time_limit: float = Field(600.0, description="Seconds that one of the two launches may take")
     output_dir: Path | None = Field(
@@ -40,16 +44,22 @@ class RehearseOptions(ReportOptions):
     )
 
 
-def rehearse_command(plan_dir: Path, *, options: Annotated[RehearseOptions, Options] = FILLED) -> int:
+def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[RehearseOptions, Options] = FILLED) -> int:
     """Launch a plan's own files on CPU ranks with a shrunken model, and check that every part works.
 
-    Exit code 2 for a fault in the files, 1 when a rank or a check fails. Example: shardwright rehearse plan
+    Exit code 2 for a fault in the files, 1 when a rank or a check fails. Examples: shardwright rehearse plan ;
+    shardwright rehearse plan --ranks 4 --steps 12 ; shardwright rehearse plan --script finetune.py -- --epochs 1
 
     Parameters
     ----------
     plan_dir
         Directory that `plan` wrote; its files are taken as they are now.
+    arguments
+        Of the script, behind `--` where they begin with a hyphen.
     """
+    if arguments and options.script is None:
+        rule, fix = "are for a script, and none is named", "give --script, or leave them out"
+        raise UsageError(Fault(where="arguments", value=" ".join(arguments), rule=rule, fix=fix))
     from ..trainers.rehearsal.rehearse import rehearse
 
     # Libraries that log to stdout must not stand in the report.
@@ -63,6 +73,8 @@ def rehearse_command(plan_dir: Path, *, options: Annotated[RehearseOptions, Opti
             time_limit_seconds=options.time_limit,
             output_dir=options.output_dir,
             force=options.force,
+            script=options.script,
+            script_arguments=arguments,
             notify=note,
             on_progress=on_progress,
         )

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from .options import ConfigOption
+from .options import FormatOptions
 from .settings import FILLED, Options, grouped
 
-grouped(ConfigOption)
+grouped(FormatOptions)
 
 
 def schema_command(
     subject: Literal["settings", "hardware", "plan", "serving"] = "settings",
     *,
-    options: Annotated[ConfigOption, Options] = FILLED,
+    options: Annotated[FormatOptions, Options] = FILLED,
 ) -> int:
-    """Print the JSON schema of a file that Shardwright reads or writes.
+    """Print the JSON schema of a file that Shardwright reads or writes, for `--format json` in one line.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def schema_command(
         "plan": _plan_schema,
         "serving": _serving_schema,
     }
-    print(json.dumps(schemas[subject](), indent=2))
+    print(json.dumps(schemas[subject](), indent=None if options.as_json else 2))
     return 0
 
 

@@ -228,7 +228,9 @@ def _conversion_faults(arguments: ArgumentCollection) -> list[Fault]:
 
 def _missing(argument: Argument) -> Fault:
     names = argument.names
-    return Fault(where=names[0].removeprefix("--").lower(), rule="is missing", fix=f"give {' or '.join(names)}")
+    name = names[0].removeprefix("--")
+    fix = f"give {' or '.join(names)}" if argument.index is None else f"name it after the command, or give --{name}"
+    return Fault(where=name.lower(), rule="is missing", fix=fix)
 
 
 def _faults_of(argument: Argument, error: CycloptsError) -> list[Fault]:

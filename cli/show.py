@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,38 @@ _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", 
 _BAR_WIDTH = 60
 _SHOWN_SHARE = 0.005
 _SHOWN_POINTS = 6
+_NARROW = 70
+"""Columns below which four columns of figures would be cut into pieces."""
 
 
 def console() -> Console:
     """Return a console on stdout; plain text of 120 columns, or of `COLUMNS`, when that is not a terminal."""
     fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, width=120 if fixed else None)
+
+
+def show_next(*words: object) -> None:
+    """Print the command that comes next, on one line however narrow the terminal is."""
+    line = shlex.join(str(word) for word in words)
+    Console(soft_wrap=True, highlight=False).print(f"Next: {line}", markup=False)
+
+
+def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of a name and a value under each heading, the first value bold; on a narrow terminal in blocks."""
+    if out.width < _NARROW:
+        for name, *values in rows:
+            out.print(Text(name))
+            for heading, value in zip(headings, values, strict=True):
+                if value:
+                    out.print(Text(f"  {heading}: ") + Text(value, style="bold" if heading == headings[0] else ""))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold")
+    for name, first, *values in rows:
+        table.add_row(name, Text(first, style="bold"), *values)
+    out.print(table)
 
 
 def show_plan(plan: Plan, directory: Path | None) -> None:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ..ds_configs.specs.settings import HubSettings
 from ..trainers.distillation.student.request import StudentRequest
 from .options import WriteOptions
+from .progress import note
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ grouped(StudentRequest)
 
 
 @grouped
-class StudentOptions(WriteOptions):
+class StudentOptions(WriteOptions, HubSettings):
     """Source and destination of a student."""
 
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
@@ -41,8 +43,11 @@ def student_command(
     """
     from ..trainers.distillation.student.run import student
 
-    how = {name: getattr(options, name) for name in ("output_dir", "revision", "dry_run", "force")}
-    report = student(teacher, **how, **request.model_dump())
+    how = {
+        name: getattr(options, name)
+        for name in ("output_dir", "revision", "dry_run", "force", "push_to_hub", "private")
+    }
+    report = student(teacher, notify=note, **how, **request.model_dump())
     if options.as_json:
         print(
             json.dumps(
@@ -61,7 +66,7 @@ def show_student(report: StudentReport) -> None:
 
     from ..ds_configs.plan.measurement import printable
     from ..ds_configs.specs.units import human_count
-    from .show import console
+    from .show import console, show_next
 
     plan, out = report.plan, console()
     table = Table(box=None, pad_edge=False)
@@ -82,6 +87,8 @@ def show_student(report: StudentReport) -> None:
         out.print("No files written; give --output-dir without --dry-run")
     else:
         out.print(Text(f"Student in {printable(str(report.output_dir))}"))
+        after = ("--dataset", "YOUR_DATA", "--output-dir", "OUTPUT")
+        show_next("shardwright", "distill", plan.source.name, report.output_dir, *after)
 
 
 def _size_rows(report: StudentReport) -> list[tuple[str, str, str]]:

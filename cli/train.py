@@ -28,7 +28,9 @@ def train_command(
 ) -> int:
     """Train a model on your data: plan, launch, evaluate before and after, save with a model card.
 
-    Example: shardwright train Qwen/Qwen3-0.6B --dataset chats.jsonl --method lora --output-dir tuned
+    Examples: shardwright train Qwen/Qwen3-0.6B --dataset chats.jsonl --method lora --output-dir tuned ;
+    shardwright train MODEL --plan plan --dataset chats.jsonl --output-dir tuned ;
+    shardwright train MODEL --dataset notes.csv --text-column body --max-steps 100 --output-dir tuned
 
     Parameters
     ----------
@@ -51,7 +53,7 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
     from ..plugins.huggingface_hub.cards import CARD_FILE
     from ..trainers.runs.report import REPORT_FILE
     from ..trainers.training.report import CHART_FILE, measures
-    from .show import console
+    from .show import console, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
@@ -69,4 +71,6 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
     files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))
     out.print(f"Model in {output_dir}; see {files}", markup=False)
     if outcome.settings.method == "full":
-        out.print(f"Next: shardwright evaluate {output_dir}, or shardwright quantize {output_dir}", markup=False)
+        show_next("shardwright", "quantize", output_dir, "--scheme", "W4A16", "--output-dir", f"{output_dir}-w4")
+    else:
+        show_next("vllm", "serve", outcome.model, "--enable-lora", "--lora-modules", f"tuned={output_dir}")

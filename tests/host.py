@@ -35,6 +35,7 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
     "libaio": (_has_libaio, "apt-get install libaio-dev (its header, for NVMe offload)"),
     "avx512_bf16": (lambda: _processor_has("avx512_bf16"), "a processor with AVX512-BF16"),
     "accelerator": (_has_accelerator, "a GPU and a CUDA build of torch"),
+    "trl": (lambda: importlib.util.find_spec("trl") is not None, "pip install trl"),
     "no-kernels": (lambda: importlib.util.find_spec("kernels") is None, "pip uninstall kernels"),
 }
 """Whether it is there, and the way to have it."""

@@ -138,7 +138,7 @@ def test_named_flags_exist(page):
     """A flag that stands behind one of our commands is one of that command."""
     known = {name: flags_of(name) for name in build_app() if not name.startswith("-")}
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    stated = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
+    stated = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", text))
     assert stated <= set().union(FLAGS_OF_OTHERS, *known.values())
     for command, rest in re.findall(r"shardwright ([a-z][a-z-]*)([^\n`|;]*)", text):
         for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest) if command in known else ():
@@ -151,6 +151,20 @@ def flags_of(command: str) -> set[str]:
     subcommands = [name for name in app if not name.startswith("-")] if app.default_command is None else []
     apps = [app[name] for name in subcommands] or [app]
     return {name for one in apps for argument in one.assemble_argument_collection() for name in argument.names}
+
+
+def test_first_steps_are_counted():
+    """Lines that are neither empty nor a comment, by what a block says it is."""
+    page = (ROOT / "docs" / "measurements" / "first-steps.md").read_text(encoding="utf-8")
+    stated = re.findall(r"^\| (?!with)(.+?) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    counted = []
+    for section in page.split("\n## ")[1:]:
+        count = dict.fromkeys(("code", "configuration", "command"), 0)
+        for kind, body in re.findall(r"```\w+ (code|configuration|command)\n(.*?)```", section, re.DOTALL):
+            lines = body.replace("\\\n", " ").splitlines()
+            count[kind] += sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
+        counted.append(tuple(map(str, count.values())))
+    assert [tuple(numbers) for _, *numbers in stated] == counted
 
 
 def test_the_project_speaks_of_itself_alone():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
+import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -27,6 +30,21 @@ def test_compare_layouts():
     ).stdout
     assert "chosen      zero3" in shown
     assert "too large   ddp" in shown
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    """Cells become one script, in which what a cell ends with is kept as Jupyter would show it."""
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    bodies = [ast.parse("".join(cell["source"])).body for cell in cells if cell["cell_type"] == "code"]
+    for body in bodies:
+        if isinstance(body[-1], ast.Expr):
+            body[-1] = ast.parse(f"shown.append({ast.unparse(body[-1])})").body[0]
+    script, values = tmp_path / "notebook.py", []
+    script.write_text("\n".join(ast.unparse(statement) for body in bodies for statement in body))
+    runpy.run_path(str(script), init_globals={"shown": values})
+    shown = [value._repr_html_() if hasattr(value, "_repr_html_") else repr(value) for value in values]
+    assert "2xRTX4090" in shown[1] and "linear-gradient" in shown[1] and "<table" in shown[2]
+    assert "fits" in shown[3] and "max_steps" in shown[4] and shown[5] == "CheckedFiles(findings=())"
 
 
 SHOWN = {

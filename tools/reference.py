@@ -40,6 +40,8 @@ def commands_page() -> str:
         described = app.generate_docs(output_format="markdown", usage_name="shardwright")
     # The heading and the contents of cyclopts repeat the list of commands, which says more.
     commands = described[described.index("**Commands**") :]
+    # Its links drop hyphens that the anchors of headings keep.
+    commands = commands.replace("(#shardwright-install-completion)", "(#shardwright---install-completion)")
     lines = [re.sub(r"^( *\S.*?) *$", r"\1", line) for line in commands.splitlines()]
     return f"# Commands and flags\n\n{_MADE}{_SOURCES}\n" + "\n".join(lines).replace("**Commands**:\n\n", "") + "\n"
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..specs.errors import Fault, UsageError
 from ..specs.strategy import OffloadDevice, Strategy, ZeroOptions
 from .plan import Plan
+from .training_arguments import MAX_GRAD_NORM
 
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
@@ -46,6 +48,26 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
         config["aio"] = {"block_size": 1048576, "queue_depth": 32, "single_submit": False, "overlap_events": True}
     return config
+
+
+def resolved_deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """Return the configuration with numbers for `"auto"`, as `deepspeed.initialize` reads it without Accelerate.
+
+    Raises:
+        UsageError: the plan runs another engine.
+    """
+    strategy, precision = plan.chosen.strategy, plan.job.precision
+    if strategy.engine != "deepspeed":
+        rule, fix = "is not run by DeepSpeed", "plan with --strategy zero2 or another stage, or let Accelerate run it"
+        raise UsageError(Fault(where="plan", value=strategy.label, rule=rule, fix=fix))
+    numbers = {
+        "train_batch_size": strategy.global_batch_size,
+        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
+    }
+    return deepspeed_config(plan) | numbers
 
 
 def _zero_section(strategy: Strategy, plan: Plan) -> dict[str, Any]:

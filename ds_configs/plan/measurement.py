@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -140,6 +141,10 @@ class RunMeasurement:
     """Where the run did otherwise than planned, which makes the two hard to compare."""
     versions: dict[str, str]
     """Library versions that trained."""
+
+    def _repr_html_(self) -> str:
+        """Return predicted beside measured as a notebook shows it."""
+        return f"<pre>{escape(chr(10).join(report_lines(self)))}</pre>"
 
     @property
     def fullest(self) -> RankMeasurement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -51,10 +52,23 @@ def plan_html(plan: Plan) -> str:
         f"#4477aa {used:.1f}%,#bbccee {used:.1f}%,#bbccee {high:.1f}%,transparent {high:.1f}%"
         ')">&nbsp;</div>'
     )
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in _COLUMNS)
-    rows = []
-    for row in plan_rows(plan):
-        cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()]
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    headings = [name.replace("_", " ") for name in _COLUMNS]
+    rows = [
+        [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()]
+        for row in plan_rows(plan)
+    ]
     line, reason = escape(plan_line(plan).strip("<>")), escape(plan.chosen.reason)
-    return f"<p><b>{line}</b></p>{bar}<p>{reason}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
+    return f"<p><b>{line}</b></p>{bar}<p>{reason}</p>{_table(headings, rows)}"
+
+
+def result_html(line: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *remarks: str) -> str:
+    """Return a result for a notebook: a line, a table and remarks, every text escaped."""
+    below = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
+    return f"<p><b>{escape(line)}</b></p>{_table(headings, rows)}{below}"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], kind: str) -> str:
+        return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
+
+    return f"<table>{row(headings, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"

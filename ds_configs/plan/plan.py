@@ -96,6 +96,18 @@ class Plan:
 
         return planned_training_arguments(self) | {"output_dir": str(output_dir)} | overrides
 
+    def deepspeed_config(self) -> dict[str, Any]:
+        """Return `ds_config.json` with numbers for `"auto"`, for a loop of one's own around `deepspeed.initialize`.
+
+        Raises:
+            UsageError: the plan runs another engine.
+
+        >>> deepspeed.initialize(model=model, optimizer=optimizer, config=plan.deepspeed_config())  # doctest: +SKIP
+        """
+        from .deepspeed import resolved_deepspeed_config
+
+        return resolved_deepspeed_config(self)
+
     def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
         """Write the plan's files and return their paths.
 

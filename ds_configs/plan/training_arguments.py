@@ -18,6 +18,10 @@ FUSED_LOSS_ONLY = {
 """Liger's chunked head and loss without its other kernels, whose activations were not traced."""
 
 
+MAX_GRAD_NORM = 1.0
+"""Norm at which gradients are clipped, as Trainer and DeepSpeed do where nobody says otherwise."""
+
+
 def planned_training_arguments(plan: Plan) -> dict[str, Any]:
     """Return the keys of `TrainingArguments` that the plan decides; everything else stays the user's.
 
@@ -32,13 +36,21 @@ def planned_training_arguments(plan: Plan) -> dict[str, Any]:
         "bf16": job.precision == "bf16",
         "fp16": job.precision == "fp16",
         "optim": job.optimizer,
-        "max_grad_norm": 1.0,
+        "max_grad_norm": MAX_GRAD_NORM,
     }
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
     if job.loss == "chunked":
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
-    if strategy.engine == "fsdp2" and strategy.gradient_accumulation_steps > 1:
-        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    if strategy.engine == "fsdp2":
+        accelerator: dict[str, Any] = {}
+        if strategy.gradient_accumulation_steps > 1:
+            accelerator["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
+        if plan.hardware.gpu == "CPU":
+            # accelerate 1.15.0 trains plain DDP here without a word. `shardwright launch` makes the state that this
+            # asks for; a script that is launched without it ends with an error instead of running another layout.
+            accelerator["use_configured_state"] = True
+        if accelerator:
+            arguments["accelerator_config"] = accelerator
     return arguments

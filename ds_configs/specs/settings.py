@@ -138,6 +138,15 @@ class HardwareSettings(Settings):
     nvme: str | None = Field(None, description="NVMe of one node as PATH:SIZE, such as /local_nvme:3.5TB")
 
 
+class HubSettings(Settings):
+    """Options that say where on the Hub a result goes."""
+
+    group = "Hub"
+
+    push_to_hub: str | None = Field(None, description="ORG/NAME of the Hub repository that gets the result, in the end")
+    private: bool = Field(False, description="Make that repository private, where it is new")
+
+
 class TrainingSettings(Settings):
     """Options that every planned training has."""
 

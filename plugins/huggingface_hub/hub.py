@@ -182,7 +182,9 @@ def _explain_hub_error(model: str, revision: str | None, error: Exception) -> Sh
         return ShardwrightError(f"{where}: the repository is gated; accept its terms on the Hub, then `hf auth login`")
     if isinstance(error, LocalEntryNotFoundError) or "offline" in type(error).__name__.lower():
         mode = "offline mode is on (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no connection to the Hub"
-        return ShardwrightError(f"{where}: {mode} and config.json is not cached; give a local directory or config.json")
+        return ShardwrightError(
+            f"{where}: no such path here, {mode} and config.json is not cached; give a local directory or config.json"
+        )
     if isinstance(error, RevisionNotFoundError):
         return UsageError(Fault(where="revision", value=revision, rule=f"does not exist in {model}"))
     if isinstance(error, EntryNotFoundError):

@@ -1,50 +1,147 @@
-"""`shardwright launch`: scripts that know nothing of Shardwright, under plans whose directory has moved."""
+"""`launch` and `rehearse --script`: scripts that know nothing of Shardwright, under plans whose directory has moved."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shardwright
-from session import warm_command
-from shardwright.ds_configs.specs.job import TrainingJob
+from session import warm_command, warm_path
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 pytestmark = pytest.mark.distributed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CLM = "--block_size 32 --max_steps 3 --save_strategy no --report_to none --output_dir out @plan"
+SCRIPTS = {
+    "own_trainer": ("full", "MODEL ARGUMENTS"),
+    "own_deepspeed_loop": ("full", "MODEL PLAN"),
+    "own_peft": ("lora", "MODEL ARGUMENTS"),
+    "own_run_clm": ("full", f"--model_name_or_path MODEL --train_file TEXT {CLM}"),
+    "own_sft": ("full", "MODEL ARGUMENTS"),
+    "own_dpo": ("full", "MODEL ARGUMENTS"),
+}
+"""Method and arguments of each example."""
+NEEDING_TRL = ("own_sft", "own_dpo")
 
 
-def launched(plan: Path, script: str, *arguments: object, cwd: Path) -> str:
-    command = [*warm_command("shardwright"), "launch", str(plan), str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer of bytes, beside a text."""
+    directory = tmp_path_factory.mktemp("scripts") / "model"
+    shutil.copytree(tiny_llama, directory)
+    byte_tokenizer(512).save_pretrained(directory)
+    (directory.parent / "notes.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return directory
 
 
-def test_a_trainer_script_loses_the_same_under_plans_that_moved(
-    tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
+def planned(model: Path, place: Path, strategy: str, **words: Any) -> Path:
+    stated: dict[str, Any] = {"seq_len": 32, "micro_batch_size": 2, "precision": "fp32", "strategy": strategy} | words
+    shardwright.plan(str(model), "2xCPU", **stated).write(place)
+    return place
+
+
+def ran(*command: object, cwd: Path, code: int = 0) -> str:
+    environment = os.environ | {"PATH": warm_path()}
+    words = list(map(str, command))
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=300, env=environment)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def arguments(words: str, model: Path, plan: Path) -> list[object]:
+    places = {"MODEL": model, "PLAN": plan, "ARGUMENTS": plan / "training_arguments.json"}
+    return [({"TEXT": model.parent / "notes.txt"} | places).get(word, word) for word in words.split()]
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.needs("trl")) if name in NEEDING_TRL else name for name in SCRIPTS]
+)
+def test_a_script_loses_the_same_under_plans_that_moved(
+    model: Path, deepspeed_cpu_ops: None, tmp_path: Path, script: str
 ) -> None:
+    method, words = SCRIPTS[script]
     losses = []
-    strategies: tuple[Any, ...] = ("ddp", "zero3", "fsdp2")
-    for strategy in strategies:
-        job = TrainingJob(seq_len_tokens=32, micro_batch_size=2, precision="fp32", strategy=strategy)
-        written, moved = tmp_path / f"written-{strategy}", tmp_path / "moved" / strategy
-        shardwright.plan(str(tiny_llama), "2xCPU", job).write(written)
+    for strategy in ("zero2", "zero3", *(() if script == "own_deepspeed_loop" else ("fsdp2",))):
+        written, moved = planned(model, tmp_path / "written", strategy, method=method), tmp_path / "moved" / strategy
         moved.parent.mkdir(exist_ok=True)
         written.rename(moved)
-        shown = launched(moved, "own_trainer.py", tiny_llama, moved / "training_arguments.json", cwd=moved.parent)
-        assert "trained on 2 ranks" in shown
+        launch = [*warm_command("shardwright"), "launch", moved, EXAMPLES / f"{script}.py"]
+        shown = ran(*launch, *arguments(words, model, moved), cwd=moved.parent)
+        assert "trained on 2 ranks" in shown and "the plan says" not in shown
         losses.append(float(re.findall(r"ranks, loss (\S+)", shown)[0]))
-    assert losses[1:] == pytest.approx([losses[0]] * 2, abs=1e-5)
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
 
 
-def test_a_loop_with_accelerate(tiny_llama: Path, tmp_path: Path) -> None:
-    job = TrainingJob(seq_len_tokens=32, micro_batch_size=2, precision="fp32", strategy="ddp")
-    shardwright.plan(str(tiny_llama), "2xCPU", job).write(tmp_path / "plan")
-    shown = launched(tmp_path / "plan", "own_accelerate_loop.py", tiny_llama, cwd=tmp_path)
+def test_a_loop_with_accelerate(model: Path, tmp_path: Path) -> None:
+    plan = planned(model, tmp_path / "plan", "ddp")
+    shown = ran(*warm_command("shardwright"), "launch", plan, EXAMPLES / "own_accelerate_loop.py", model, cwd=tmp_path)
     assert "trained on 2 ranks" in shown
     first, *_, last = map(float, re.findall(r"^loss (\S+)", shown, re.MULTILINE))
     assert last < first
+
+
+def test_a_script_that_leaves_the_plan_is_told_by_its_ranks(
+    model: Path, deepspeed_cpu_ops: None, tmp_path: Path
+) -> None:
+    plan = planned(model, tmp_path / "plan", "zero2")
+    launch = [*warm_command("shardwright"), "launch", plan]
+    other = json.loads((plan / "training_arguments.json").read_text()) | {"per_device_train_batch_size": 1}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    shown = ran(*launch, EXAMPLES / "own_trainer.py", model, tmp_path / "other.json", cwd=tmp_path)
+    assert shown.count("per_device_train_batch_size was 1, the plan says 2: the predicted memory and time") == 1
+    another = planned(model, tmp_path / "another", "zero3", micro_batch_size=4)
+    shown = ran(*launch, EXAMPLES / "own_deepspeed_loop.py", model, another, cwd=tmp_path)
+    assert "train_micro_batch_size_per_gpu is 4, the plan says 2" in shown
+    assert "zero_optimization.stage is 3, the plan says 2" in shown
+
+
+def test_axes_are_carried_by_the_trainer_of_a_plain_script(
+    model: Path, deepspeed_cpu_ops: None, tmp_path: Path
+) -> None:
+    losses = []
+    for name, words in {"whole": {}, "shared": {"sequence_parallel_size": 2}}.items():
+        plan = planned(model, tmp_path / name, "zero1", global_batch_size=4, **words)
+        launch = [*warm_command("shardwright"), "launch", plan, EXAMPLES / "own_trainer.py", model]
+        shown = ran(*launch, plan / "training_arguments.json", cwd=tmp_path)
+        losses.append(float(re.findall(r"ranks, loss (\S+)", shown)[0]))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    plan = planned(model, tmp_path / "stages", "auto", pipeline_parallel_size=2)
+    launch = [*warm_command("shardwright"), "launch", plan, EXAMPLES / "own_trainer.py", model]
+    shown = ran(*launch, plan / "training_arguments.json", cwd=tmp_path, code=2)
+    assert "make the trainer with shardwright.trainer_for" in shown
+
+
+def test_accelerate_launches_a_plan_of_cpu_ranks_with_a_plain_script(
+    model: Path, deepspeed_cpu_ops: None, tmp_path: Path
+) -> None:
+    """FSDP2, which Accelerate 1.15.0 would exchange for plain DDP without a word, is refused."""
+
+    def launched(plan: Path, code: int = 0) -> str:
+        launch = ["accelerate", "launch", "--config_file", plan / "accelerate.yaml", EXAMPLES / "own_trainer.py"]
+        return ran(*launch, model, plan / "training_arguments.json", cwd=tmp_path, code=code)
+
+    assert "trained on 2 ranks" in launched(planned(model, tmp_path / "zero3", "zero3", precision="bf16"))
+    assert "requires a pre-configured" in launched(planned(model, tmp_path / "fsdp2", "fsdp2"), code=1)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: Path, strategy: str) -> None:
+    plan, script = tmp_path / "plan", EXAMPLES / "own_trainer.py"
+    # Planned for GPUs that are not here, in a precision and for a loss that CPU ranks do without.
+    words: dict[str, Any] = {"seq_len": 64, "strategy": strategy, "micro_batch_size": 4}
+    shardwright.plan(str(model), "4xA100-80GB", **words).write(plan)
+    rehearse = [*warm_command("shardwright"), "rehearse", plan, "--steps", 4, "--script", script, "--format", "json"]
+    found = json.loads(ran(*rehearse, model, plan / "training_arguments.json", cwd=tmp_path).splitlines()[0])
+    checks = {check["name"]: check["detail"] for check in found["checks"]}
+    assert checks["launch"] == "2 ranks ran own_trainer.py to its end"
+    assert checks["script"] == "its TrainingArguments are the plan's" and len(found["losses"]) == 4
+    (tmp_path / "other.json").write_text('{"per_device_train_batch_size": 3, "bf16": true}')
+    shown = ran(*rehearse[:-2], "--force", model, tmp_path / "other.json", cwd=tmp_path, code=1)
+    assert "error: script: per_device_train_batch_size is 3, the plan says 4" in shown

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...ds_configs.plan.notebook import result_html
 from ...plugins.lm_eval.tasks import TaskScore
 from .estimates import Estimate
 from .speed import Speed
@@ -81,7 +82,7 @@ class Comparison:
     """The difference of each window."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Evaluation:
     """A model, and its baseline where one was given, on one text."""
 
@@ -101,6 +102,20 @@ class Evaluation:
     """Packages that computed this."""
     seconds: float
     """Wall-clock time of everything."""
+
+    def __repr__(self) -> str:
+        """Return the model and its perplexity, in one line."""
+        beside = "" if self.baseline is None else f" beside {self.baseline.name}"
+        return f"<Evaluation of {self.model.name}{beside}: perplexity {self.model.perplexity.value:.4g}>"
+
+    def _repr_html_(self) -> str:
+        """Return the evaluation as a notebook shows it."""
+        from .report import rows, verdict
+
+        compared = self.comparison is not None
+        headings = ("", "model", "baseline", "difference") if compared else ("", "model")
+        found = [(row.name, row.model, row.baseline, row.difference)[: len(headings)] for row in rows(self)]
+        return result_html(self.model.name, headings, found, *([verdict(self)] if compared else []))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evaluation as JSON values."""

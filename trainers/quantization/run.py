@@ -12,6 +12,7 @@ from ...ds_configs.plan.write import write_files
 from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.specs.errors import ShardwrightError
+from ...plugins.huggingface_hub.push import check_push, pushed
 from ...plugins.launching.notes import Notify, OnProgress
 from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.safetensors.writing import appearing_directory
@@ -48,6 +49,8 @@ def quantize(
     force: bool = False,
     resume: bool = False,
     evaluate: bool = True,
+    push_to_hub: str | None = None,
+    private: bool = False,
     notify: Notify = lambda _: None,
     **settings: Any,
 ) -> QuantizationOutcome:
@@ -64,6 +67,8 @@ def quantize(
         force: Replace the model in a directory that is not empty.
         resume: Go on from the journal of an interrupted run.
         evaluate: Compare with the model that it was made from.
+        push_to_hub: Hub repository that gets the checkpoint in the end.
+        private: Make it private where it is new.
         notify: Receives remarks.
         settings: Fields of `QuantizeSettings`, which come before the recipe.
 
@@ -73,11 +78,13 @@ def quantize(
         DoesNotFitError: memory or disk is too small.
         ShardwrightError: the checkpoint did not pass its checks; it lies under a `.failed` name.
     """
+    check_push(push_to_hub)
     merged = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
     place = Path(output_dir)
     how = {"revision": revision, "device": device, "force": force, "resume": resume}
     prepared = prepare(model, merged, place, notify=notify, **how)  # type: ignore[arg-type]
-    return run_prepared(prepared, place, resume=resume, device=device, evaluate=evaluate, notify=notify)
+    with pushed(place, push_to_hub, private=private, notify=notify):
+        return run_prepared(prepared, place, resume=resume, device=device, evaluate=evaluate, notify=notify)
 
 
 def run_prepared(

@@ -28,8 +28,10 @@ CheckName = Literal[
     "checkpoint",
     "resume",
     "export",
+    "script",
 ]
-CHECK_NAMES: tuple[CheckName, ...] = get_args(CheckName)
+CHECK_NAMES: tuple[CheckName, ...] = tuple(name for name in get_args(CheckName) if name != "script")
+"""Checks of a rehearsal without a script of the user."""
 _WORLD_SIZE_KEYS = ("num_processes", "num_machines", "train_batch_size", "sequence_parallel_size", "data_parallel_size")
 CONFIG_FAULT, FAILED_AT_RUN_TIME = 2, 1
 

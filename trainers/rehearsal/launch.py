@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, LaunchFailedError, free_port, python_arguments
 from ...plugins.launching.notes import Notify, OnProgress
 from ..runs.launch import compile_operators, run_launches, write_job
+from ..runs.settings import RankJob
 from .files import Rehearsed
 
 STAGES = ("train", "resume")
@@ -69,32 +71,43 @@ def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> 
     settings.tell(f"{message}: starting {settings.ranks} ranks", offset)
 
     job = rehearsed.worker.model_copy(update={"stage": stage, "text_tokens": settings.text is not None})
+    try:
+        launch_worker(_WORKER, job, rehearsed, settings, lambda step, _: settings.tell(message, offset + step))
+    except ShardwrightError as error:
+        raise ShardwrightError(f"{stage}: {error}") from None
+
+
+def launch_worker(
+    module: str, job: RankJob, rehearsed: Rehearsed, settings: LaunchSettings, on_step: Callable[[int, int], None]
+) -> None:
+    """Start one launcher for each node, whose ranks run a module with a job, and wait for all.
+
+    Raises:
+        ShardwrightError: a rank failed, was killed, or the time limit passed; says which and why.
+    """
     file, port = write_job(job, settings.work), free_port()
+    worker = ["-m", module, file]
     commands = [
-        launcher_command(rehearsed, settings.work, file, node, settings.nodes, port) for node in range(settings.nodes)
+        launcher_command(rehearsed, settings.work, worker, node, settings.nodes, port) for node in range(settings.nodes)
     ]
     launches = [Launch(arguments=python_arguments(command), port=port) for command in commands]
     try:
-        run_launches(
-            launches,
-            lambda step, _: settings.tell(message, offset + step),
-            notify=settings.notify,
-            timeout_seconds=settings.time_limit_seconds,
-        )
+        run_launches(launches, on_step, notify=settings.notify, timeout_seconds=settings.time_limit_seconds)
     except LaunchFailedError as error:
         stopped = error.launcher_exit_code is None
         hint = f"stopped after {settings.time_limit_seconds:g} s; raise --time-limit if the machine is slow\n"
-        raise ShardwrightError(f"{stage}: {hint if stopped else ''}{error}") from None
+        raise ShardwrightError(f"{hint if stopped else ''}{error}") from None
 
 
-def launcher_command(rehearsed: Rehearsed, work: Path, job_file: str, node: int, nodes: int, port: int) -> list[str]:
-    """Return the command of one node: the plan's launcher with the rehearsal's file, and the worker as its module.
+def launcher_command(
+    rehearsed: Rehearsed, work: Path, worker: Sequence[str], node: int, nodes: int, port: int
+) -> list[str]:
+    """Return the command of one node: the plan's launcher with the rehearsal's file, and a worker as its module.
 
     Accelerate starts a single process for MULTI_CPU and other types that it has no launcher for on a CPU.
     """
     config = rehearsed.accelerate
     ranks = int(config.get("num_processes", 1))
-    worker = ["-m", _WORKER, job_file]
     if config.get("distributed_type") in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO"):
         command = ["accelerate", "launch", "--config_file", str(work / "accelerate.yaml")]
         command += ["--main_process_port", str(port)]

@@ -14,6 +14,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...plugins.launching.notes import Notify, OnProgress
+from ..training.script import script_faults
 from .checks import (
     Check,
     check_checkpoint,
@@ -38,6 +39,7 @@ from .report import (
     rehearsal_files,
     write_report,
 )
+from .script import rehearse_script
 
 DEFAULT_STEPS = 8
 FEWEST_STEPS = 4
@@ -55,10 +57,15 @@ def rehearse(
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
     output_dir: str | Path | None = None,
     force: bool = False,
+    script: str | Path | None = None,
+    script_arguments: Sequence[str] = (),
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
 ) -> Rehearsal:
     """Launch a plan's files on CPU ranks with a shrunken model, check what happens, and write the report.
+
+    With a `script` of the user's own, the ranks run that: where it loads the plan's model it gets the shrunken one,
+    its `TrainingArguments` are scaled as the plan's, and `steps` limits its trainers.
 
     `plan` is a directory that `plan` wrote, whose files are taken as they are, or a `Plan`, for which nothing is
     written unless `output_dir` is given. A check that fails is in the result, not an exception. `notify` receives
@@ -73,7 +80,7 @@ def rehearse(
     True
     """
     started = time.monotonic()
-    _check_values(steps=steps, time_limit_seconds=time_limit_seconds, ranks=ranks)
+    _check_values(steps=steps, time_limit_seconds=time_limit_seconds, ranks=ranks, script=script)
     with tempfile.TemporaryDirectory(prefix="shardwright-rehearsal-", ignore_cleanup_errors=True) as temporary:
         loaded, directory = _plan_directory(plan, Path(temporary))
         target = Path(output_dir) if output_dir is not None else directory / "rehearsal"
@@ -93,7 +100,8 @@ def rehearse(
             on_progress=on_progress,
         )
         settings.work.mkdir()
-        found = _rehearse(loaded, settings)
+        own = None if script is None else (Path(script), tuple(script_arguments))
+        found = _rehearse(loaded, settings, own)
     source = None if isinstance(plan, Plan) else str(directory)
     found = replace(found, source=source, seconds=time.monotonic() - started)
     if kept:
@@ -102,8 +110,8 @@ def rehearse(
     return found
 
 
-def _check_values(*, steps: int, time_limit_seconds: float, ranks: int | None) -> None:
-    faults = []
+def _check_values(*, steps: int, time_limit_seconds: float, ranks: int | None, script: str | Path | None) -> None:
+    faults = [] if script is None else script_faults(Path(script))
     if steps < FEWEST_STEPS:
         rule = f"must be at least {FEWEST_STEPS}: two to warm up, and a checkpoint in the middle"
         faults.append(Fault(where="steps", value=steps, rule=rule))
@@ -146,7 +154,7 @@ def _read_text(files: Sequence[str | Path]) -> bytes | None:
     return text
 
 
-def _rehearse(plan: Plan, settings: LaunchSettings) -> Rehearsal:
+def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence[str]] | None) -> Rehearsal:
     """Check the files, then launch; the first check that fails ends the rehearsal."""
     found = Rehearsal(
         plan=plan, source=None, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, checks=()
@@ -161,6 +169,9 @@ def _rehearse(plan: Plan, settings: LaunchSettings) -> Rehearsal:
         plan, files, config, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, work=settings.work
     )
     write_rehearsal(rehearsed, settings.work, settings.text)
+    if script is not None:
+        more, losses = rehearse_script(plan, files, rehearsed, settings, *script)
+        return replace(found, checks=(*checks, *more), losses=losses, changes=rehearsed.changes)
     checks.append(check_optimizer(files.deepspeed, files.arguments))
     checks.append(check_layer_classes(files.accelerate, plan, _make_model(rehearsed, settings.work)))
     if all(check.passed for check in checks):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.write import output_faults, write_files
 from ...ds_configs.shrink.config import Change
@@ -38,7 +39,7 @@ class PredictedPhase:
     """The same bytes by what they are for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Rehearsal:
     """The outcome of a rehearsal."""
 
@@ -66,6 +67,19 @@ class Rehearsal:
     """Wall-clock seconds."""
     files: tuple[str, ...] = ()
     """Paths of what was written."""
+
+    def __repr__(self) -> str:
+        """Return what was rehearsed and whether it passed, in one line."""
+        verdict = "passed" if self.failure is None else f"failed at {self.failure.name}"
+        return (
+            f"<Rehearsal of {self.plan.model.name}, {self.plan.chosen.strategy.label}, {self.ranks} ranks: {verdict}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the checks as a notebook shows them."""
+        words = {True: "passed", False: "FAILED", None: "-"}
+        rows = [(check.name, words[check.passed], check.detail) for check in self.checks]
+        return result_html(repr(self).strip("<>"), ("check", "", "what was seen"), rows, f"{self.seconds:.0f} s")
 
     @property
     def passed(self) -> bool:

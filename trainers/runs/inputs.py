@@ -12,6 +12,7 @@ from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.samples import Samples, stated_samples
+from ..data.sources import parse_source
 from .settings import LaunchedSettings, is_without
 
 if TYPE_CHECKING:
@@ -58,11 +59,26 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
 
 
 def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
-    """Return the samples of the dataset, some of them held out.
+    """Return the samples of the dataset, and others to evaluate on: held out of it, or of a split or file of its own.
 
     Raises:
         UsageError: there is no text, or nothing is left to hold out.
     """
+    other, other_split = settings.evaluation_dataset, settings.evaluation_split
+    if other is not None or other_split is not None:
+        if other_split is not None and parse_source(other or settings.dataset).is_local:
+            rule, fix = "is a split, which only a Hub dataset has", "name a file with --evaluation-dataset"
+            raise UsageError(Fault(where="evaluation_split", value=other_split, rule=rule, fix=fix))
+        whole = settings.model_copy(update={"evaluation_fraction": 0.0})
+        named = {
+            "dataset": other or settings.dataset,
+            "dataset_split": other_split or settings.dataset_split,
+            "dataset_revision": settings.dataset_revision if other is None else None,
+        }
+        found = stated_samples(whole, tokenizer)
+        held_out = stated_samples(whole.model_copy(update=named), tokenizer).train
+        statistics = replace(found.statistics, evaluation_samples=len(held_out))
+        return replace(found, evaluation=held_out, statistics=statistics)
     found = stated_samples(settings, tokenizer)
     if not found.evaluation:
         rule = f"the {settings.evaluation_fraction:.0%} that is held out is shorter than one sample"

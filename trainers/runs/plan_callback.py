@@ -31,10 +31,9 @@ from ...ds_configs.plan.measurement import (
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import ShardwrightError
-from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.transformers.partial_checkpointing import checkpoint_first_layers
-from ...plugins.transformers.training_arguments import deepspeed_configuration
+from .differences import argument_differences
 
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
@@ -216,53 +215,12 @@ class PlanCallback(TrainerCallback):
 
     def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:
         """Name what ran otherwise than planned; a prediction for something else calibrates nothing."""
-        plan, strategy = self._plan, self._plan.chosen.strategy
-        optimizer = getattr(args.optim, "value", args.optim)
-        deepspeed = deepspeed_configuration(args)
-        engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
-        stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed else None
-        facts: dict[str, tuple[Any, Any]] = {
-            "ranks": (len(ranks), plan.hardware.world_size),
-            "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
-            "zero_stage": (stage, strategy.zero_stage),
-            "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
-            "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
-            "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
-            "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
-            "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
-            "precision": ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", plan.job.precision),
-            "optim": (optimizer, plan.job.optimizer),
-            "sequence length": (self._stated["seq_len"], plan.job.seq_len_tokens),
-            "method": (self._stated["method"], plan.job.method),
-            "model_type": (_model_type(model, plan.model.model_type), plan.model.model_type),
-        }
-        found = [
-            f"{name} was {ran}, the plan says {planned}"
-            for name, (ran, planned) in facts.items()
-            if ran is not None and ran != planned
-        ]
+        found = argument_differences(self._plan, args, model, ranks=len(ranks), stated=self._stated)
         sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
-        planned_bytes = plan.hardware.gpu_bytes
+        planned_bytes = self._plan.hardware.gpu_bytes
         if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
             found.append(f"the accelerator has {min(sizes) / 1e9:.1f} GB, the plan says {planned_bytes / 1e9:.1f} GB")
         return found
-
-
-def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:
-    """Return the device of a DeepSpeed offload section; `None`, which compares with nothing, without DeepSpeed."""
-    if deepspeed is None:
-        return None
-    section = deepspeed.get("zero_optimization", {}).get(f"offload_{what}") or {}
-    return str(getattr(section.get("device", "none"), "value", section.get("device", "none")))
-
-
-def _model_type(model: Any, planned: str) -> str | None:
-    """Return the family of a model or, where that is the planned one, of the language model inside it."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return None
-    found = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
-    return planned if planned in found else next(iter(found), None)
 
 
 def _await_device() -> None:

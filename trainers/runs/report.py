@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.plan.plan import Plan
 from ...plugins.huggingface_hub.cards import Relation, license_of, model_card, shown_name, title_of
 from ..data.samples import SampleStatistics
@@ -45,7 +46,7 @@ class StepResult:
         return self.timed_tokens / self.step_seconds if self.step_seconds else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LaunchedOutcome(ABC):
     """A training that ended well."""
 
@@ -61,6 +62,23 @@ class LaunchedOutcome(ABC):
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
+
+    @abstractmethod
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return what was measured on the held-out samples: headings, and rows of a name and values."""
+
+    def __repr__(self) -> str:
+        """Return what ran where and what its first measure came to, in one line."""
+        headings, rows = self.measures()
+        found = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
+        layout = f"{self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
+        return f"<{type(self).__name__} of {self.statistics.source}, {layout}: {rows[0][0]}: {found}>"
+
+    def _repr_html_(self) -> str:
+        """Return the outcome as a notebook shows it."""
+        headings, rows = self.measures()
+        line = f"{self.statistics.source}, {self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
+        return result_html(line, headings, rows, f"{self.seconds:.0f} s in all")
 
     def where_and_what(self, settings: LaunchedSettings) -> dict[str, Any]:
         """Return layout, settings and data as JSON values."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
 from ...ds_configs.plan.write import write_files
+from ...plugins.huggingface_hub.push import pushed
 from ...plugins.launching.notes import Notify, OnProgress
 from ..data.samples import Samples
 from .checkpoints import CHECKPOINTS
@@ -104,6 +105,14 @@ def run_training(
     Raises:
         ShardwrightError: a rank failed; says which and why.
     """
+    settings = prepared.settings
+    with pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify):
+        return _run_training(prepared, output_dir, resume=resume, notify=notify, on_progress=on_progress)
+
+
+def _run_training(
+    prepared: PreparedTraining[Outcome], output_dir: Path, *, resume: bool, notify: Notify, on_progress: OnProgress
+) -> Outcome:
     started = time.monotonic()
     plan, samples = prepared.plan, prepared.samples
     plan_directory = output_dir.absolute() / PLAN_DIRECTORY
@@ -171,7 +180,7 @@ def _arguments(prepared: PreparedTraining[Any], output_dir: Path) -> dict[str, A
         "logging_steps": settings.logging_steps,
         "save_strategy": "no" if settings.save_steps is None else "steps",
         "seed": settings.seed,
-        "report_to": "none",
+        "report_to": list(settings.report_to) or "none",
         "disable_tqdm": True,
     }
     if settings.max_steps is not None:

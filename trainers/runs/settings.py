@@ -11,8 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...ds_configs.plan.write import output_faults
 from ...ds_configs.specs.errors import Fault
 from ...ds_configs.specs.job import Method
-from ...ds_configs.specs.settings import HardwareSettings, TeacherPlacementSettings, TrainingSettings
+from ...ds_configs.specs.settings import (
+    HardwareSettings,
+    HubSettings,
+    Names,
+    TeacherPlacementSettings,
+    TrainingSettings,
+)
 from ...ds_configs.specs.teacher_placement import TeacherPlacement
+from ...plugins.huggingface_hub.push import push_faults
+from ...plugins.transformers.trackers import tracker_faults
 from ..data.settings import DataSettings
 from ..losses.objective import Divergence
 from .checkpoints import last_checkpoint
@@ -37,7 +45,7 @@ class ObjectiveSettings(TeacherPlacementSettings):
     teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
-class LaunchedSettings(TrainingSettings, HardwareSettings, DataSettings):
+class LaunchedSettings(TrainingSettings, HardwareSettings, DataSettings, HubSettings):
     """Settings that every launched training has."""
 
     group = "Training"
@@ -46,6 +54,12 @@ class LaunchedSettings(TrainingSettings, HardwareSettings, DataSettings):
         None, description="As for plan. Default: this machine's accelerators, or two CPU ranks"
     )
     global_batch_size: int | None = Field(None, ge=1, description="Samples of one optimizer step. Default: about 32")
+    evaluation_dataset: str | None = Field(
+        None, description="Evaluate on this dataset, named as --dataset is. Default: rows held out of that"
+    )
+    evaluation_split: str | None = Field(
+        None, description="Evaluate on this split of a Hub dataset, such as validation, and train on all of the other"
+    )
     evaluation_samples: int = Field(256, ge=1, description="Held-out samples to evaluate on, at most")
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps. Default: as many as the epochs need")
     epochs: float = Field(1.0, gt=0, description="Passes over the data")
@@ -56,6 +70,11 @@ class LaunchedSettings(TrainingSettings, HardwareSettings, DataSettings):
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
     logging_steps: int = Field(10, ge=1, description="Optimizer steps between two lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
+
+    report_to: Names = Field(
+        (),
+        description="Trackers that hear of every step, separated by commas: tensorboard, wandb, trackio, mlflow, ...",
+    )
 
     def base_learning_rate(self) -> float:
         """Return the learning rate, by method where none is named."""
@@ -82,11 +101,12 @@ class LaunchedJob(RankJob):
     resume: bool = Field(description="whether to go on from the last checkpoint")
 
 
-def dataset_faults(settings: LaunchedSettings) -> list[Fault]:
-    """Return a fault where no dataset is named."""
-    if settings.dataset:
-        return []
-    return [Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help")]
+def launched_faults(settings: LaunchedSettings) -> list[Fault]:
+    """Return a fault where no dataset is named, or a tracker or the Hub is not ready for the run."""
+    faults = tracker_faults(settings.report_to) + push_faults(settings.push_to_hub)
+    if not settings.dataset:
+        faults.append(Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help"))
+    return faults
 
 
 def run_output_faults(directory: Path, *, force: bool, resume: bool, sources: Mapping[str, str | None]) -> list[Fault]:

@@ -44,7 +44,7 @@ class TrainResult(StepResult):
     """The same after the last step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TrainOutcome(LaunchedOutcome):
     """A training that ended well."""
 
@@ -54,6 +54,10 @@ class TrainOutcome(LaunchedOutcome):
     """Hub id, directory or `config.json` that training started from."""
     result: TrainResult
     """What was measured."""
+
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return the measures on the held-out samples, before and after."""
+        return ("", "before", "after"), measures(self.result)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""

@@ -12,7 +12,7 @@ from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault
 from ...ds_configs.specs.settings import HardwareSettings, LayoutSettings, NamedValues, TrainingSettings, adapter_faults
 from ...plugins.transformers.training_arguments import unknown_argument_faults
-from ..runs.settings import LaunchedJob, LaunchedSettings, dataset_faults
+from ..runs.settings import LaunchedJob, LaunchedSettings, launched_faults
 
 _OPTIONS_OF_ARGUMENTS = {
     "output_dir": "--output-dir",
@@ -24,6 +24,10 @@ _OPTIONS_OF_ARGUMENTS = {
     "save_strategy": "--save-steps",
     "seed": "--seed",
     "resume_from_checkpoint": "--resume",
+    "report_to": "--report-to",
+    "push_to_hub": "--push-to-hub",
+    "hub_model_id": "--push-to-hub",
+    "hub_private_repo": "--private",
 }
 """Keys of `TrainingArguments` that an option of the command states."""
 _ENGINE_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "parallelism_config", "use_cpu")
@@ -62,7 +66,7 @@ class TrainJob(LaunchedJob):
 
 def train_settings_faults(settings: TrainSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
-    faults = dataset_faults(settings) + adapter_faults(settings.stated(), settings.method)
+    faults = launched_faults(settings) + adapter_faults(settings.stated(), settings.method)
     if settings.plan is not None:
         rule, fix = "is what the plan decides", "drop it, or drop --plan and plan on the spot"
         faults += [
@@ -83,19 +87,7 @@ def _argument_faults(stated: dict[str, Any]) -> list[Fault]:
             faults.append(Fault(where=f"arg {name}", value=value, rule=rule, fix=fix))
         elif value and (rule := _UNCOUNTED_ARGUMENTS.get(name, "")):
             faults.append(Fault(where=f"arg {name}", value=value, rule=rule, fix="drop it"))
-    return faults + _tracker_faults(stated.get("report_to"))
-
-
-def _tracker_faults(report_to: Any) -> list[Fault]:
-    """Return the trackers that are named and not installed."""
-    from transformers.integrations import get_available_reporting_integrations
-
-    named = [report_to] if isinstance(report_to, str) else report_to or []
-    missing = sorted({*named} - {"none", "all", *get_available_reporting_integrations()})
-    rule = "is no tracker that Transformers finds here"
-    return [
-        Fault(where="arg report_to", value=name, rule=rule, fix=f"pip install {name}, or use none") for name in missing
-    ]
+    return faults
 
 
 def planned_argument_faults(settings: TrainSettings, plan: Plan) -> list[Fault]:

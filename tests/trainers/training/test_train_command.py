@@ -18,6 +18,7 @@ from runnable_blocks import prepare
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.trainers.training.settings import TrainJob
+from writable_hub import writable_hub
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +64,12 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
         (("--arg", "bf16=true"), "arg bf16 = True: is what the plan decides"),
         (("--arg", "dataloader_drop_last=true"), "leaves out samples that the report counts as trained on; drop it"),
         (("--arg", "per_device_eval_batch_size=99"), "arg per_device_eval_batch_size = 99: must be from 1 to"),
-        (("--arg", "report_to=nowhere"), "arg report_to = 'nowhere': is no tracker that Transformers finds here"),
+        (("--report-to", "nowhere"), "report_to = 'nowhere': is no tracker that Transformers finds here"),
+        (("--push-to-hub", "org/name"), "push_to_hub = 'org/name': needs a token of the Hub, and there is none"),
+        (("--push-to-hub", "a/b/c"), "push_to_hub = 'a/b/c': is no name of a Hub repository; write ORG/NAME"),
         (("--text-column", "body"), "text_column = 'body': is no column of python-help#8; it has text"),
+        (("--evaluation-dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
+        (("--evaluation-split", "test"), "evaluation_split = 'test': is a split, which only a Hub dataset has"),
         (("--lora-rank", 4), "lora_rank = 4: needs adapters"),
         (("--plan", "plan"), "plan = 'plan': has no plan.json"),
         (("--plan", "plan"), "seq_len = 32: is what the plan decides"),
@@ -117,15 +122,22 @@ def test_a_plan_is_run_on_chats_with_adapters(
 ) -> None:
     rows = [{"prompt": f"say {name}: ", "completion": name * 2} for name in "abcdefghij"]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "others.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:4]))
     job = TrainingJob(seq_len_tokens=16, precision="fp32", method="lora", lora_rank=2, micro_batch_size=2)
     shardwright.plan(str(model), "1xCPU", job).write(tmp_path / "plan")
-    found = train(
-        model, *OUT, "--plan", "plan", "--dataset", "rows.jsonl", "--evaluation-fraction", 0.3, "--max-steps", 2,
-        "--arg", "weight_decay=0.5", "--arg", "lr_scheduler_type=constant", "--logging-steps", 1, "--format", "json",
-    )  # fmt: skip
+    with writable_hub() as hub:
+        found = train(
+            model, *OUT, "--plan", "plan", "--dataset", "rows.jsonl", "--evaluation-dataset", "others.jsonl",
+            "--max-steps", 2,
+            "--arg", "weight_decay=0.5", "--arg", "lr_scheduler_type=constant", "--logging-steps", 1,
+            "--push-to-hub", "ada/tuned", "--private", "--format", "json",
+        )  # fmt: skip
     assert found.code == 0, found.err
+    assert hub.repositories == {"ada/tuned": True} and f"uploaded to {hub.address}/ada/tuned" in found.err
+    assert {"README.md", "REPORT.md", "adapter_model.safetensors", "tokenizer.json"} <= set(hub.files)
     shown = json.loads(found.out)
     assert shown["dataset"]["kind"] == "prompt and completion" and shown["settings"]["seq_len"] == 16
+    assert (shown["dataset"]["train_samples"], shown["dataset"]["evaluation_samples"]) == (10, 4)
     assert all(math.isfinite(shown["cross_entropy"][when]) for when in ("before", "after"))
     out = tmp_path / "out"
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -154,6 +166,8 @@ def test_training_from_python_and_resuming(
     }
     whole = shardwright.train(str(model), tmp_path / "whole", **how)
     assert whole.metrics[-1]["loss"] < whole.metrics[0]["loss"]
+    assert "\n" not in repr(whole) and len(repr(whole)) < 200 and "before" in repr(whole)
+    assert whole._repr_html_().count("<tr>") == 3 and "perplexity" in whole._repr_html_()
     # A run that ends behind its second step leaves that checkpoint.
     checkpoints = tmp_path / "whole" / "checkpoints"
     (tmp_path / "again").mkdir()

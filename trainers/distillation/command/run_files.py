@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ....ds_configs.specs.errors import Fault
 from ....ds_configs.specs.settings import adapter_faults
-from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, dataset_faults
+from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_faults
 
 if TYPE_CHECKING:
     from ..config import DistillationConfig
@@ -83,7 +83,7 @@ def distill_settings_faults(settings: DistillSettings) -> list[Fault]:
             for name in ("hidden_states", "attention", "on_policy")
             if getattr(settings, name)
         ]
-    faults += dataset_faults(settings) + adapter_faults(settings.stated(), settings.method)
+    faults += launched_faults(settings) + adapter_faults(settings.stated(), settings.method)
     if cached and settings.teacher_cache is None:
         fix = "give --teacher-cache, a directory that cache-teacher wrote"
         faults.append(Fault(where="teacher_placement", value="cached", rule="needs a cache", fix=fix))

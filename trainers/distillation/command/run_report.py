@@ -51,7 +51,7 @@ class DistillationResult(StepResult):
     """The same after its last step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DistillationOutcome(LaunchedOutcome):
     """A distillation that ended well."""
 
@@ -63,6 +63,11 @@ class DistillationOutcome(LaunchedOutcome):
     """Hub id, directory or `config.json` that the student started from."""
     result: DistillationResult
     """What was measured."""
+
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return the measures of the student before and after, and of the teacher."""
+        rows = [(row.name, row.before, row.after, row.teacher) for row in comparison(self.result)]
+        return ("", "student before", "student after", "teacher"), rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""

@@ -13,7 +13,7 @@ from ....ds_configs.quantization.recipe import SchemeSettings
 from ....ds_configs.quantization.scheme import scheme_named
 from ....ds_configs.specs.errors import Fault, UsageError
 from ....ds_configs.specs.settings import JoinedNames, adapter_faults
-from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, dataset_faults
+from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_faults
 from ..rounding.config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode, QATConfig
 from ..rounding.rounding import WeightRule
 
@@ -149,7 +149,7 @@ def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> Di
 
 def qat_settings_faults(settings: QATSettings) -> list[Fault]:
     """Return what does not go together before anything is read."""
-    faults = dataset_faults(settings) + adapter_faults(settings.stated(), settings.method)
+    faults = launched_faults(settings) + adapter_faults(settings.stated(), settings.method)
     given = settings.model_fields_set
     if settings.teacher is None:
         fix = "add --teacher self, or drop it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class QATResult(StepResult):
     """Likewise between logits, the checkpoint being loaded in a fresh process."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class QATOutcome(LaunchedOutcome):
     """A quantization-aware training that ended well."""
 
@@ -68,6 +69,10 @@ class QATOutcome(LaunchedOutcome):
     """Matrices that are quantized."""
     result: QATResult
     """What was measured."""
+
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return the measures of the three states of the model."""
+        return ("", "nats a token", "perplexity"), [stage.row for stage in reversed(stages(self.result))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""

@@ -1,0 +1,78 @@
+"""Uploads to a Hub on loopback: what is refused before, what goes up, and what an interrupted upload sends again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from shardwright.ds_configs.specs.errors import ShardwrightError
+from shardwright.plugins.huggingface_hub.push import LEFT_OUT, claim_repository, push_directory, push_faults, pushed
+from writable_hub import READING, REFUSING, WRITING, WritableHub, writable_hub
+
+
+@pytest.fixture
+def hub() -> Iterator[WritableHub]:
+    with writable_hub() as found:
+        yield found
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    for name, content in {
+        "README.md": b"---\nlicense: mit\n---\n# A card\n",
+        "model.safetensors": b"\0" * 100,
+        "checkpoints/checkpoint-2/optimizer.pt": b"left out",
+        "plan/plan.json": b"{}",
+    }.items():
+        (tmp_path / "result" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "result" / name).write_bytes(content)
+    return tmp_path / "result"
+
+
+@pytest.mark.parametrize(
+    ("token", "repository", "said"),
+    [
+        (WRITING, "ada/tuned", None),
+        (WRITING, "lab/tuned", None),
+        (WRITING, "tuned", None),
+        (WRITING, "else/tuned", "the token's owner is not a member of else; use ada/tuned"),
+        (WRITING, "a/b/c", "is no name of a Hub repository"),
+        (READING, "ada/tuned", "the token may only read"),
+        (REFUSING, "ada/tuned", "the Hub does not accept the token"),
+    ],
+)
+def test_a_token_that_cannot_write_is_told_first(
+    hub: WritableHub, monkeypatch: pytest.MonkeyPatch, token: str, repository: str, said: str | None
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    faults = [str(fault) for fault in push_faults(repository)]
+    assert len(faults) == (said is not None) and all(said in fault for fault in faults if said)
+    assert token not in "".join(faults) and not hub.repositories
+
+
+def test_a_directory_goes_up_without_its_checkpoints(hub: WritableHub, result: Path) -> None:
+    told: list[str] = []
+    with pushed(result, "ada/tuned", private=True, notify=told.append):
+        assert hub.repositories == {"ada/tuned": True} and not hub.files
+    assert sorted(hub.files) == ["README.md", "model.safetensors", "plan/plan.json"]
+    assert hub.objects[hub.files["model.safetensors"].decode()] == b"\0" * 100
+    assert told == [f"uploaded to {hub.address}/ada/tuned"] and "checkpoints/**" in LEFT_OUT
+
+
+def test_an_upload_that_failed_is_taken_up_again(hub: WritableHub, result: Path) -> None:
+    (result / "second.safetensors").write_bytes(b"\1" * 100)
+    hub.failing_uploads = 1
+    claim_repository("ada/tuned", private=False)
+    with pytest.raises(ShardwrightError, match=r"the upload failed .*is whole: `hf upload ada/tuned"):
+        push_directory(result, "ada/tuned")
+    push_directory(result, "ada/tuned")
+    assert sorted(hub.objects.values()) == [b"\0" * 100, b"\1" * 100]
+
+
+def test_a_repository_that_may_not_be_made_ends_before_the_work(hub: WritableHub, result: Path) -> None:
+    with (
+        pytest.raises(ShardwrightError, match="push_to_hub = 'lab/closed': the Hub refuses it"),
+        pushed(result, "lab/closed", private=False, notify=print),
+    ):
+        pytest.fail("the work began")
