@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from serving_worker import CACHE_BYTES
+from serving_worker import BATCHED_TOKENS, CACHE_BYTES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "measurements" / "serving.md"
@@ -88,7 +88,7 @@ def row_of(entry: Mapping[str, Any], served: Mapping[str, Any]) -> Row:
     )
 
 
-def predicted_blocks(path: str, *, tokens_in_flight: int) -> tuple[int, int]:
+def predicted_blocks(path: str) -> tuple[int, int]:
     """Return the blocks that `serve` counts for a cache of `CACHE_BYTES`, and those of the longest sequence."""
     from shardwright.ds_configs.serving.plan import plan_serving
     from shardwright.ds_configs.serving.request import ServingRequest
@@ -98,7 +98,7 @@ def predicted_blocks(path: str, *, tokens_in_flight: int) -> tuple[int, int]:
     request = ServingRequest(
         hardware=parse_hardware("CPU"),
         kv_cache_bytes=CACHE_BYTES,
-        max_num_batched_tokens=tokens_in_flight // 2,
+        max_num_batched_tokens=BATCHED_TOKENS,
     )
     plan = plan_serving(read_served_model(path), request)
     return plan.blocks, plan.blocks_per_sequence
@@ -149,7 +149,7 @@ def tables(listed: Sequence[Mapping[str, Any]], served: Mapping[str, Any]) -> tu
         answer = served[entry["name"]]
         if not entry["name"].endswith("dense"):
             continue
-        counted, each = predicted_blocks(entry["path"], tokens_in_flight=answer["tokens_in_flight"])
+        counted, each = predicted_blocks(entry["path"])
         its_own = answer["blocks"] / answer["concurrency"]
         passed &= abs(counted / answer["blocks"] - 1) <= BLOCKS_WITHIN
         lines.append(f"| {entry['name']} | {answer['blocks']:,} | {counted:,} | {its_own:.0f} | {each} |")

@@ -23,6 +23,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 CACHE_BYTES = 64 * 2**20
+BATCHED_TOKENS = 2048
 ANSWER_TOKENS = 12
 
 
@@ -58,7 +59,7 @@ def _serve(entry: dict[str, Any], rows: list[list[int]]) -> dict[str, Any]:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_num_seqs=len(rows),
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=BATCHED_TOKENS,
             disable_log_stats=True,
             **entry["options"],
         )
@@ -73,7 +74,6 @@ def _serve(entry: dict[str, Any], rows: list[list[int]]) -> dict[str, Any]:
             "block_tokens": cache.block_size,
             "concurrency": cache.kv_cache_max_concurrency,
             "max_model_len": config.model_config.max_model_len,
-            "tokens_in_flight": config.max_in_flight_tokens,
         }
     except Exception as error:  # what an engine refuses is a result
         return {"error": f"{type(error).__name__}: {error}"}

@@ -20,7 +20,7 @@ from .memory import RUNTIME_BYTES, largest, weight_bytes, workspace_bytes
 from .request import ServedModel, ServingRequest
 
 _CONCURRENT_STEPS = 2
-"""Steps whose tokens are not settled yet: vLLM 0.32.0 schedules the next one while one runs."""
+"""Steps whose tokens are not settled yet: vLLM 0.32.0 schedules the next one while one runs, but on a CPU."""
 _NO_LENGTH = 2048
 """Length where a model states none, as vLLM 0.32.0 takes it."""
 
@@ -179,7 +179,9 @@ class _Fit:
         if left is None:
             left = int(request.device_bytes * request.memory_share) - sum(memory.values())
         blocks = cache.blocks(left)
-        in_flight = request.batched_tokens() * (1 if request.engine != "vllm" else _CONCURRENT_STEPS)
+        in_flight = request.batched_tokens() * (
+            _CONCURRENT_STEPS if request.engine == "vllm" and not request.on_cpu else 1
+        )
         wanted = request.max_model_len or min(each.positions or _NO_LENGTH for each in models)
         usable = (blocks - 1) // (request.max_num_seqs or 1)
         limits = {"tokens_in_flight": in_flight}
