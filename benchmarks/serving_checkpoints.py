@@ -216,6 +216,18 @@ def answers_of_transformers(directory: Path) -> Answers:
     return Answers(log_probabilities=found.tolist(), greedy=made[:, SEQ_LEN:].tolist())
 
 
+def _small_entry(dense: dict[str, Any]) -> dict[str, Any]:
+    """Return the small format that lies in a dense export, to be compared with it."""
+    directory = Path(dense["path"]) / SMALL_DIRECTORY
+    return dense | {
+        "name": f"{dense['name']}, small format",
+        "path": str(directory),
+        "options": {"load_format": "shardwright_small"},
+        "same_as": dense["name"],
+        "answers": asdict(answers_of_transformers(directory)),
+    }
+
+
 def make_all(work: Path, chosen: Callable[[ServingCase], bool], told: Callable[[str], None]) -> list[dict[str, Any]]:
     """Write every chosen checkpoint with what Transformers answers on it, and return the list for the engine."""
     listed = []
@@ -228,12 +240,9 @@ def make_all(work: Path, chosen: Callable[[ServingCase], bool], told: Callable[[
         try:
             if not directory.exists():
                 write_case(case, dense, directory)
-            loaded = directory
+            entry["answers"] = asdict(answers_of_transformers(directory))
             if case.method in ("spqr", "low-rank"):
-                loaded = directory / SMALL_DIRECTORY
-                entry |= {"path": str(loaded), "options": {"load_format": "shardwright_small"}}
-                entry["same_as"] = asdict(answers_of_transformers(directory))
-            entry["answers"] = asdict(answers_of_transformers(loaded))
+                listed.append(_small_entry(entry))
         except Exception as error:  # a case that cannot be made is a row of the table
             entry["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         told(f"made {case.name}" + (f": {entry['error']}" if entry["error"] else ""))
