@@ -72,7 +72,7 @@ def _saving_ranks(source: Path) -> int:
 def _faults(engine: Any, source: Path) -> list[Fault]:
     where, value = "resume: world_size", engine.seq_dp_world_size
     buffers = [
-        f"{path}.{name}"
+        f"{path}.{name}" if path else name
         for path, module in engine.module.named_modules()
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
