@@ -2,8 +2,8 @@
 
 Two CPU ranks train a Llama of 29 million parameters under DDP. Saves of 350 MB take turns: as the Trainer leaves them,
 made whole while the training waits, and made whole beside it. A turn is a save and the steps after it, so that what a
-thread takes from these steps is counted, also in processor time, which other programs do not disturb; what a turn left
-in the page cache is flushed before the next. Steps take turns with and without the guard.
+thread takes from these steps is counted; what a turn left in the page cache is flushed before the next. Steps take
+turns with and without the guard.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class Saves:
         self.save: list[float] = []
         self.standstill: dict[str, list[float]] = {way: [] for way in WAYS}
         self.turn: dict[str, list[float]] = {way: [] for way in WAYS}
-        self.processor: dict[str, list[float]] = {way: [] for way in WAYS}
         self.megabytes = 0.0
         output = Path(trainer.args.output_dir)
         save_checkpoint, finish = trainer._save_checkpoint, checkpoints.on_save
@@ -120,7 +119,7 @@ class Saves:
             return WAYS[(state.global_step // (STEPS_AFTER + 1)) % len(WAYS)]
 
         def saved(*args: Any, **kwargs: Any) -> None:
-            self._began, self._processor = time.perf_counter(), time.process_time()
+            self._began = time.perf_counter()
             save_checkpoint(*args, **kwargs)
             self.save.append(time.perf_counter() - self._began)
 
@@ -144,7 +143,6 @@ class Saves:
                 if state.global_step % (STEPS_AFTER + 1) == STEPS_AFTER and state.global_step > STEPS_AFTER:
                     checkpoints._settle(args, wait=True)
                     self.turn[way(state)].append(time.perf_counter() - self._began)
-                    self.processor[way(state)].append(time.process_time() - self._processor)
                     if first:
                         newest = output / f"checkpoint-{state.global_step - STEPS_AFTER}"
                         self.megabytes = sum(one.stat().st_size for one in newest.rglob("*")) / 1e6
@@ -155,7 +153,7 @@ class Saves:
 
 
 def guard_seconds(trainer: Any) -> dict[str, list[float]]:
-    """Train, the guard's listeners switched by turns, and return the seconds of the steps and of the guard itself."""
+    """Train, the guard's listeners switched by turns, and return the seconds of the steps."""
     from shardwright.trainers.guards.callback import GuardCallback
     from transformers import TrainerCallback
 
@@ -164,13 +162,7 @@ def guard_seconds(trainer: Any) -> dict[str, list[float]]:
     guard.attach(trainer)
     guarded = trainer.training_step, trainer._get_grad_norm
     decide = guard.on_pre_optimizer_step
-    seconds: dict[str, list[float]] = {"plain": [], "guarded": [], "decision": []}
-
-    def timed(*args: Any, **kwargs: Any) -> None:
-        # Of this thread: the all-reduce in it waits for the other rank, which is a step's own time.
-        began = time.thread_time()
-        decide(*args, **kwargs)
-        seconds["decision"].append(time.thread_time() - began)
+    seconds: dict[str, list[float]] = {"plain": [], "guarded": []}
 
     class Turns(TrainerCallback):
         began = 0.0
@@ -178,7 +170,7 @@ def guard_seconds(trainer: Any) -> dict[str, list[float]]:
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             on = state.global_step % 2 == 1
             trainer.training_step, trainer._get_grad_norm = guarded if on else plain
-            guard.on_pre_optimizer_step = timed if on else (lambda *args, **kwargs: None)
+            guard.on_pre_optimizer_step = decide if on else (lambda *args, **kwargs: None)
             self.began = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -207,10 +199,8 @@ def summary(saves: Saves, guard: dict[str, list[float]]) -> dict[str, Any]:
         "turn_seconds": {way: round(median(values), 3) for way, values in saves.turn.items()},
         "standstill_of_save": {way: round(median(saves.standstill[way]) / save, 4) for way in WAYS[1:]},
         "turn_added_of_save": {way: round(added(saves.turn, way) / save, 4) for way in WAYS[1:]},
-        "processor_added_seconds": {way: round(added(saves.processor, way), 4) for way in WAYS[1:]},
         "step_seconds": {way: round(median(guard[way]), 4) for way in ("plain", "guarded")},
         "guarded_by_plain": round(median(guard["guarded"]) / median(guard["plain"]) - 1, 4),
-        "guard_processor_of_step": round(median(guard["decision"]) / median(guard["plain"]), 5),
     }
 
 

@@ -2,14 +2,12 @@
 
 Two CPU ranks train a small Llama with the guard and whole checkpoints, one every 20 steps, under each engine. Every
 rank tells its resident memory, descriptors, threads and mapped names of /dev/shm along the way; after the launch no
-name there may hold its port or the number of one of its processes. `bare` is DDP with the stock Trainer alone.
+name there may hold its port or the number of one of its processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import tempfile
@@ -18,7 +16,7 @@ from typing import Any
 
 from checkpoint_overhead import write
 
-ENGINES = ("bare", "ddp", "zero2", "zero3", "fsdp2")
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 STEPS, SAVE_STEPS = 300, 20
 SEEN_AFTER = (50, 170, 290)
 """Half a turn after a save, whose end is over by then; the first is past what libraries allocate once."""
@@ -91,9 +89,6 @@ def train(engine: str, directory: Path) -> None:
     class Look(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step in SEEN_AFTER:
-                # What is held, without what the allocator keeps for later.
-                gc.collect()
-                ctypes.CDLL(None).malloc_trim(0)
                 look = {"bytes": process.memory_info().rss, "descriptors": process.num_fds()}
                 mapped = {one.path for one in process.memory_maps() if one.path.startswith(SHARED_MEMORY)}
                 seen.append(look | {"threads": process.num_threads(), "shared_names": len(mapped)})
@@ -106,7 +101,7 @@ def train(engine: str, directory: Path) -> None:
         sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
         zero = {"stage": int(engine[-1]), "stage3_gather_16bit_weights_on_model_save": True}
         settings = {"deepspeed": sizes | {"train_batch_size": "auto", "zero_optimization": zero}}
-    layouts: dict[str, Any] = {"bare": "ddp", "zero2": "deepspeed", "zero3": "deepspeed"}
+    layouts: dict[str, Any] = {"zero2": "deepspeed", "zero3": "deepspeed"}
     host = configure_cpu_ranks(layouts.get(engine, engine))
     arguments = TrainingArguments(
         str(directory / "out"),
@@ -128,10 +123,7 @@ def train(engine: str, directory: Path) -> None:
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=default_data_collator)
     trainer.log = lambda logs, *rest, **named: None
     trainer.add_callback(Look())
-    if engine == "bare":
-        trainer.train()
-    else:
-        train_guarded(trainer, resume=None)
+    train_guarded(trainer, resume=None)
     (directory / f"rank-{arguments.process_index}.json").write_text(json.dumps({"process": os.getpid(), "seen": seen}))
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

@@ -83,21 +83,19 @@ def _overhead(found: Mapping[str, Any]) -> str:
         f"{found['checkpoint_megabytes']} MB, {found['rounds']} turns of each way. A turn is a save and the "
         f"{found['steps_after_a_save']} steps after it. A bare save takes {found['save_seconds']:.2f} s and leaves its "
         "bytes in the page cache.\n",
-        "| save | training stands still for | turn of save and steps | processor time added to the turn |",
+        "| save | training stands still for | turn of save and steps | median difference to the bare turn beside it |",
         "|---|---|---|---|",
         f"| bare | | {found['turn_seconds']['bare']:.2f} s | |",
     ]
     for way in ("waited for", "beside the training"):
-        still, turn, added = (
-            found[name][way] for name in ("standstill_of_save", "turn_seconds", "processor_added_seconds")
-        )
-        lines.append(f"| made whole, {way} | {still:.1%} of a save | {turn:.2f} s | {added:+.2f} s |")
+        still, turn, added = (found[name][way] for name in ("standstill_of_save", "turn_seconds", "turn_added_of_save"))
+        lines.append(f"| made whole, {way} | {still:.1%} of a save | {turn:.2f} s | {added:+.1%} of a save |")
     plain, guarded = (found["step_seconds"][way] for way in ("plain", "guarded"))
     lines += [
         "",
-        f"Steps in turns with and without the guard took {guarded:.3f} and {plain:.3f} s "
-        f"({found['guarded_by_plain']:+.2%}); its decision takes {found['guard_processor_of_step']:.3%} of a step in "
-        "processor time.",
+        f"Steps in turns with and without the guard took {guarded:.4f} and {plain:.4f} s "
+        f"({found['guarded_by_plain']:+.2%}). The machine had other work,"
+        " more than what a save adds to a turn.",
     ]
     return "\n".join(lines) + "\n"
 
