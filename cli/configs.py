@@ -17,13 +17,16 @@ from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.specs.errors import Fault, UsageError
 from ..ds_configs.specs.units import gigabytes
+from .examples import shown_examples
 from .options import ConfigOption, FormatOptions
 from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from ..ds_configs.quantization.recipe import Recipe
 
-app = App(name="configs", help="List the ready-made configurations, or copy one.")
+app = App(
+    name="configs", help="List the ready-made configurations, or copy one.", help_epilogue=shown_examples("configs")
+)
 
 
 @app.command(name="ls")

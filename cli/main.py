@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 from .. import __version__
 from ..ds_configs.specs.errors import Fault, FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
+from .examples import shown_examples
 from .settings import Sources, asks_for_json, resolve
 from .streams import PRINTING, outlast_readers
 
@@ -50,7 +51,9 @@ def build_app() -> App:
         default_parameter=Parameter(negative_iterable="", env_var_split=lambda _, text: [text]),
     )
     for name, (target, summary) in _COMMANDS.items():
-        app.command(f"{__package__}.{target}", name=name, help=summary)
+        # An App of its own ends its help itself.
+        ending = {} if target.endswith(":app") else {"help_epilogue": shown_examples(name)}
+        app.command(f"{__package__}.{target}", name=name, help=summary, **ending)
     app.register_install_completion_command(help="Let the shell complete commands and options.")
     return app
 
