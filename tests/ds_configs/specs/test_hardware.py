@@ -41,8 +41,8 @@ def test_every_catalog_entry_is_complete(name: str) -> None:
     assert isinstance(entry["host_gib_per_gpu"], int) and entry["host_gib_per_gpu"] > 0
     assert len(entry["source"]) > 10
     assert entry.keys() <= {*NUMBERS, "host_gib_per_gpu", "source", "bf16", "compute_capability"}
-    # NVIDIA's alone have one: 7.0 is Volta.
-    assert 7.0 <= entry.get("compute_capability", 7.0) < 20
+    # NVIDIA's alone have one: 70 is Volta.
+    assert 70 <= entry.get("compute_capability", 70) < 200
     hardware = parse_hardware(f"2x4x{name}")
     assert (hardware.nodes, hardware.gpus_per_node, hardware.world_size, hardware.gpu) == (2, 4, 8, name)
     assert hardware.gpu_bytes == int(entry["usable_gib"] * GIB)
