@@ -6,6 +6,7 @@ import tempfile
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
 from shardwright.ds_configs.plan.deepspeed import deepspeed_config
@@ -21,10 +22,17 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
 from shardwright.plugins.metering.byte_meter import Meter, MeterReading
 from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
-from shardwright.plugins.peft.lora import add_lora
+from shardwright.plugins.peft.lora import add_lora, four_bit_loading
 from shardwright.plugins.transformers.partial_checkpointing import partial_checkpointing_callback
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, default_data_collator, set_seed
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    default_data_collator,
+    set_seed,
+)
 
 STEPS = WARM_UP_STEPS + 1
 
@@ -43,11 +51,14 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
     deepspeed = strategy.engine == "deepspeed"
     arguments = training_arguments(_settings(plan), configure_cpu_ranks(strategy.engine))  # type: ignore[arg-type]
     set_seed(1)
+    model_config = AutoConfig.for_model(**config)
+    dtype = weights_dtype(arguments, method=job.method)
     with meter:
-        model_config = AutoConfig.for_model(**config)
-        dtype = weights_dtype(arguments, method=job.method)
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
-        if job.method == "lora":
+        if job.method == "qlora":
+            model = _four_bit_model(model_config, dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+        if job.method != "full":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
         trainer = _trainer(plan, arguments, model)
         del model
@@ -57,6 +68,19 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
         trainer.train()
         reading = meter.reading()
     return reading
+
+
+def _four_bit_model(config: Any, dtype: torch.dtype) -> Any:
+    """Random weights that become 4-bit while they are read; `save_pretrained` would write on the first rank alone."""
+    with tempfile.TemporaryDirectory() as directory:
+        config.to_json_file(f"{directory}/config.json")
+        # Under ZeRO-3 `from_config` would make partitions.
+        whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(dtype)
+        save_model(whole, f"{directory}/model.safetensors", metadata={"format": "pt"})
+        del whole
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, quantization_config=four_bit_loading(dtype), trust_remote_code=False
+        )
 
 
 def _trainer(plan: Plan, arguments: Any, model: Any) -> Trainer:

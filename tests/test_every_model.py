@@ -18,6 +18,9 @@ from shardwright.tools.every_model import classes, outcome
         ("WhisperForConditionalGeneration", "whisper", "planned by an upper bound"),
         ("MambaForCausalLM", "mamba", "planned by an upper bound"),
         ("Gemma4ForCausalLM", "gemma4_text", "planned by an upper bound"),
+        ("AriaTextForCausalLM", "aria_text", "planned by an upper bound"),
+        ("NeoMMEForMaskedLM", "neomme", "planned by an upper bound"),
+        ("PerceiverForMaskedLM", "perceiver", "planned by an upper bound"),
         ("ResNetForImageClassification", "resnet", "refused"),
     ],
 )

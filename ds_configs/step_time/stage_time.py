@@ -91,7 +91,8 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
     busy = with_host(device, kernels, setting.constants)
     terms["kernel_launches"] = busy - device + software.micro_batch_seconds
     # A deep queue on the device absorbs what hosts differ; where the host is the slower one, everybody waits for it.
-    terms["waiting_for_ranks"] = waiting * max(0.0, 1.0 - device / (kernels * setting.constants.launch_seconds))
+    launches = kernels * setting.constants.launch_seconds
+    terms["waiting_for_ranks"] = waiting * max(0.0, 1.0 - device / launches) if launches else 0.0
     if strategy.pp > 1 and not software.overlaps_transfers:
         terms["pipeline_transfers"] = transfer_seconds(
             setting.hardware,
@@ -100,7 +101,7 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
             hidden_size=setting.work.hidden_size,
             element_bytes=job.compute_bytes,
         )
-    ahead *= busy / device
+    ahead *= busy / device if device else 1.0
     traffic = stage_traffic(setting, stage)
     first, slowed_first = exposed(setting, traffic.gathers_forward, ahead)
     behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(setting) else 0.0)

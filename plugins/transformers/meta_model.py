@@ -148,8 +148,7 @@ def _learned_positions(parameters: tuple[ParameterShape, ...], text: Any) -> int
 
 
 def _sliding_window(text: Any) -> int | None:
-    window = getattr(text, "sliding_window", None)
-    return window if isinstance(window, int) and getattr(text, "use_sliding_window", True) else None
+    return _size(text, "sliding_window") or None if getattr(text, "use_sliding_window", True) else None
 
 
 def _task(class_name: str, *, encoder_decoder: bool) -> Task:
@@ -168,11 +167,12 @@ def _task(class_name: str, *, encoder_decoder: bool) -> Task:
 def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions:
     hidden = _size(text, "hidden_size", "d_model")
     heads = _size(text, "num_attention_heads") or 1
-    experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts")
+    held = max((parameter.shape[0] for parameter in parameters if parameter.kind == "experts"), default=0)
+    experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts") or held
     intermediate = _size(text, "intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim") or 4 * hidden
     has_dense_mlp = not experts or any(p.group == "mlp" and p.kind == "linear" for p in parameters)
     return Dimensions(
-        num_layers=_size(text, "num_hidden_layers"),
+        num_layers=_size(text, "num_hidden_layers") or max((p.count for p in parameters if p.in_layer), default=0),
         hidden_size=hidden,
         intermediate_size=intermediate if has_dense_mlp else 0,
         num_attention_heads=heads,
@@ -180,7 +180,8 @@ def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions
         head_dim=_size(text, "head_dim", "d_kv") or hidden // heads,
         vocab_size=_size(text, "vocab_size"),
         num_experts=experts,
-        experts_per_token=_size(text, "num_experts_per_tok") if experts else 0,
+        # A config that names it otherwise counts as one whose tokens visit all.
+        experts_per_token=(_size(text, "num_experts_per_tok", "moe_topk") or experts) if experts else 0,
         expert_intermediate_size=_size(text, "moe_intermediate_size") or intermediate if experts else 0,
     )
 
