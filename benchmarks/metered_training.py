@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.bitsandbytes.sharded_loading import is_divided, on_host, place_for_division
 from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
 from shardwright.plugins.metering.byte_meter import Meter, MeterReading
 from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
@@ -55,7 +57,7 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
     dtype = weights_dtype(arguments, method=job.method)
     with meter:
         if job.method == "qlora":
-            model = _four_bit_model(model_config, dtype)
+            model = _four_bit_model(model_config, dtype, strategy.engine)
         else:
             model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
         if job.method != "full":
@@ -70,7 +72,7 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
     return reading
 
 
-def _four_bit_model(config: Any, dtype: torch.dtype) -> Any:
+def _four_bit_model(config: Any, dtype: torch.dtype, engine: str) -> Any:
     """Random weights that become 4-bit while they are read; `save_pretrained` would write on the first rank alone."""
     with tempfile.TemporaryDirectory() as directory:
         config.to_json_file(f"{directory}/config.json")
@@ -78,9 +80,15 @@ def _four_bit_model(config: Any, dtype: torch.dtype) -> Any:
         whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(dtype)
         save_model(whole, f"{directory}/model.safetensors", metadata={"format": "pt"})
         del whole
-        return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, quantization_config=four_bit_loading(dtype), trust_remote_code=False
-        )
+        with on_host() if is_divided(engine) else nullcontext({}) as placement:
+            model = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                quantization_config=four_bit_loading(dtype),
+                trust_remote_code=False,
+                **placement,
+            )
+        return place_for_division(model) if is_divided(engine) else model
 
 
 def _trainer(plan: Plan, arguments: Any, model: Any) -> Trainer:

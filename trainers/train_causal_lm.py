@@ -157,7 +157,7 @@ def fine_tune(flags: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
     samples = pack(read_documents(flags.text), tokenizer, flags.seq_len)
     dtype = weights_dtype(arguments, method=flags.method)
-    model = load_model(source, config, dtype, arguments.seed, for_stages=parallelism.is_pipeline)
+    model = load_model(source, config, dtype, arguments.seed, engine=engine, for_stages=parallelism.is_pipeline)
     if flags.method != "full":
         adapters_in_fp32 = engine != "deepspeed"
         model = add_lora(model, rank=flags.lora_rank, targets=flags.lora_targets, fp32_adapters=adapters_in_fp32)

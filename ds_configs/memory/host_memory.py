@@ -80,10 +80,10 @@ def offload_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob, parame
     """Host bytes of one rank under offload (DeepSpeed: measured 18/N to 22/N bytes of trainable elements)."""
     if strategy.offload_optimizer == "none":
         return {}
-    width, ranks = job.compute_bytes, strategy.shard_size
+    width = job.compute_bytes
     shard = parameters.shard(strategy)
     states = parameters.state_shard(optimizer_state_bytes(strategy, model, job, parameters.trainable), strategy)
-    frozen = -(-parameters.frozen_bytes // ranks)
+    frozen = parameters.frozen_shard_bytes(strategy) - parameters.scale_bytes
     if strategy.engine == "fsdp2":
         return {
             "offloaded_parameters": 4 * shard + frozen,
@@ -137,5 +137,5 @@ def _nvme_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, paramete
         states = parameters.state_shard(optimizer_state_bytes(strategy, model, job, parameters.trainable), strategy)
         count += 4 * shard + states + 4 * shard
     if strategy.offload_param == "nvme":
-        count += job.compute_bytes * shard + -(-parameters.frozen_bytes // strategy.shard_size)
+        count += job.compute_bytes * shard + parameters.frozen_shard_bytes(strategy) - parameters.scale_bytes
     return count

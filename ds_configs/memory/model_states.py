@@ -63,13 +63,13 @@ def model_state_terms(
     if strategy.engine in ("single", "ddp"):
         return _replicated(strategy, job, parameters, states)
     if strategy.engine == "fsdp2":
-        return _fsdp2(strategy, job, parameters, states)
+        return _fsdp2(strategy, model, job, parameters, states)
     if strategy.zero_stage == 0 and strategy.pp > 1:
         return _pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
     if strategy.zero_stage == 0:
         return _stage0(job, parameters, states)
     if strategy.zero_stage == 3:
-        return _stage3(strategy, job, parameters, states)
+        return _stage3(strategy, model, job, parameters, states)
     shard = parameters.shard(strategy)
     whole = (shard, shard)
     if job.method == "full":
@@ -195,15 +195,17 @@ def _partition_gradients(strategy: Strategy, whole_bytes: int, last_bytes: int) 
     return {moment: terms for moment, terms in reduced.items() if moment != "head_backward"}
 
 
-def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
-    trainable, width, ranks = parameters.trainable, job.compute_bytes, strategy.shard_size
+def _stage3(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
+) -> dict[Moment, Terms]:
+    trainable, width = parameters.trainable, job.compute_bytes
     shard = parameters.shard(strategy)
-    weights = width * shard + -(-parameters.frozen_bytes // ranks)
-    rest = {} if strategy.offload_param != "none" else {"weights": weights}
+    weights = width * shard + parameters.frozen_shard_bytes(strategy)
+    rest = {"weights": weights if strategy.offload_param == "none" else parameters.scale_bytes}
     if strategy.zero.hpz_partition_size > 1:
         secondary = (width * trainable + parameters.frozen_bytes) // strategy.zero.hpz_partition_size
         rest["secondary_weights"] = secondary
-    init = {"weights": parameters.frozen_bytes} if job.method == "qlora" else {}
+    init = _loaded_unit(model, job)
     if strategy.offload_optimizer != "none":
         return at_moments(rest, init=init)
     sub_group = min(shard, strategy.zero.sub_group_size)
@@ -221,19 +223,31 @@ def _stage3(strategy: Strategy, job: TrainingJob, parameters: RankParameters, st
     return at_moments(rest, init=init, step=step)
 
 
-def _fsdp2(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
+def _fsdp2(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
+) -> dict[Moment, Terms]:
     """fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813)."""
     ranks = strategy.shard_size
     shard = -(-parameters.trainable // ranks)
-    init = {"weights": parameters.frozen_bytes} if job.method == "qlora" else {}
+    init = _loaded_unit(model, job)
     if strategy.offload_param != "none":
-        return at_moments({}, init=init)
+        return at_moments({"weights": parameters.scale_bytes}, init=init)
     rest = {
-        "weights": 4 * shard + -(-parameters.frozen_bytes // ranks),
+        "weights": 4 * shard + parameters.frozen_shard_bytes(strategy),
         "optimizer_states": -(-states // ranks),
     }
     step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
     return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
+
+
+def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
+    """Return what a rank holds whole while 4-bit weights come from host memory: at most an embedding, or a layer.
+
+    FSDP2 moves a unit at a time, ZeRO-3 a parameter (`plugins/bitsandbytes/sharded_loading.py`).
+    """
+    if job.method != "qlora":
+        return {}
+    return {"weights": job.compute_bytes * max(model.embedding_parameters, model.layer_parameter_count)}
 
 
 def _foreach_transient(job: TrainingJob, elements: int) -> int:

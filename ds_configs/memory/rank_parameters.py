@@ -11,9 +11,12 @@ from ..specs.strategy import Strategy
 from .moments import PHASES, Moment
 from .shares import rank_shares
 
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a 4-bit weight: half a byte, one byte of scale for each 64, one fp32 for each 256 scales
-(bitsandbytes NF4 with double quantization, QLoRA section 3)."""
+NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
+"""Bytes of scales of a 4-bit weight: one for each 64, and one fp32 for each 256 of these (double quantization, QLoRA
+section 3). They are no parameters (`quant_state` of bitsandbytes 0.50.2), and no engine divides them."""
+
+NF4_BYTES = 0.5 + NF4_SCALE_BYTES
+"""Bytes of a 4-bit weight: half a byte and its scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,8 @@ class RankParameters:
     """Trainable elements of the tail and the embeddings, whose gradients come last unless tied to the head."""
     layers: int
     """Layers that share the other trainable elements."""
+    scale_bytes: int = 0
+    """Bytes of `frozen_bytes` that every rank keeps whole: scales of 4-bit weights."""
     trainable_experts: int = 0
     """Trainable elements of experts that `1 / ep` of the data-parallel ranks hold; 0 without expert parallelism."""
 
@@ -42,6 +47,10 @@ class RankParameters:
         ranks = strategy.shard_size
         dense = self.trainable - self.trainable_experts
         return -(-dense // ranks) + -(-self.trainable_experts * strategy.ep // ranks)
+
+    def frozen_shard_bytes(self, strategy: Strategy) -> int:
+        """Bytes of frozen elements that a rank keeps where the engine divides parameters."""
+        return -(-(self.frozen_bytes - self.scale_bytes) // strategy.shard_size) + self.scale_bytes
 
     def largest_group_shard(self, strategy: Strategy) -> int:
         """Trainable elements of the shard that the optimizer steps at once: experts are a group of their own."""
@@ -95,15 +104,17 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
     adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
-    frozen_bytes = total * job.compute_bytes
+    frozen_bytes, scale_bytes = total * job.compute_bytes, 0
     if job.method == "qlora":
         quantized = model.linear_parameters(include_head=False)
+        scale_bytes = round(quantized * NF4_SCALE_BYTES)
         frozen_bytes = round(quantized * NF4_BYTES) + (total - quantized) * job.compute_bytes
     widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
     return RankParameters(
         trainable=adapters,
         frozen=total,
         frozen_bytes=frozen_bytes,
+        scale_bytes=scale_bytes,
         largest_trainable=job.lora_rank * widest,
         trainable_tail=0,
         trainable_outside_layers=0,

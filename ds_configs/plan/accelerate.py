@@ -84,7 +84,8 @@ def _fsdp_section(plan: Plan) -> dict[str, Any]:
         "fsdp_transformer_layer_cls_to_wrap": ",".join(plan.model.layer_classes),
         "fsdp_reshard_after_forward": True,
         "fsdp_offload_params": plan.chosen.strategy.offload_param == "cpu",
-        "fsdp_cpu_ram_efficient_loading": True,
+        # Accelerate 1.15.0 leaves it out for 4-bit weights, which every rank reads itself (utils/fsdp_utils.py:830).
+        "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora",
         "fsdp_state_dict_type": "FULL_STATE_DICT",
         "fsdp_activation_checkpointing": False,
     }

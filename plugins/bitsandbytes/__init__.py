@@ -1,1 +1,1 @@
-"""bitsandbytes behind one adapter: `checkpoint.py`."""
+"""bitsandbytes behind two adapters: `checkpoint.py` writes its format, `sharded_loading.py` loads for QLoRA."""

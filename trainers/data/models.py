@@ -12,6 +12,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...plugins.bitsandbytes.checkpoint import keep_layout
+from ...plugins.bitsandbytes.sharded_loading import is_divided, on_host, place_for_division
 from ...plugins.huggingface_hub.hub import read_model_source
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.peft.lora import four_bit_loading
@@ -59,9 +60,12 @@ def load_config(source: StartingModel) -> Any:
         return AutoConfig.from_pretrained(source.model, revision=source.revision, trust_remote_code=False)
 
 
-def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for_stages: bool = False) -> Any:
+def load_model(
+    source: StartingModel, config: Any, dtype: Any, seed: int, *, engine: str | None = None, for_stages: bool = False
+) -> Any:
     """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are made.
 
+    4-bit weights that the `engine` divides are loaded into host memory, from where it takes them piece by piece.
     `for_stages` leaves weights to the stages of a pipeline where these can get them as they are wanted: the model is
     then the name of its checkpoint, or without memory.
 
@@ -97,16 +101,20 @@ def load_model(source: StartingModel, config: Any, dtype: Any, seed: int, *, for
         if place.is_dir():
             check_weights(place)
         return source.model
-    model = load_causal_lm(
-        source.model,
-        # Weights of the training are looked at when it begins, where --allow-nonfinite is known.
-        allow_nonfinite=True,
-        revision=source.revision,
-        config=config,
-        dtype=dtype,
-        quantization_config=four_bit_loading(dtype) if source.method == "qlora" else None,
-    )
-    return keep_layout(model) if source.method == "qlora" else model
+    divided = source.method == "qlora" and is_divided(engine)
+    with on_host() if divided else nullcontext({}) as placement:
+        model = load_causal_lm(
+            source.model,
+            # Weights of the training are looked at when it begins, where --allow-nonfinite is known.
+            allow_nonfinite=True,
+            revision=source.revision,
+            config=config,
+            dtype=dtype,
+            quantization_config=four_bit_loading(dtype) if source.method == "qlora" else None,
+            **placement,
+        )
+    model = keep_layout(model) if source.method == "qlora" else model
+    return place_for_division(model) if divided else model
 
 
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:

@@ -77,7 +77,7 @@ def trained_model(
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
     dtype = weights_dtype(arguments, method=settings.method)
-    model = load_model(source, load_config(source), dtype, arguments.seed, for_stages=for_stages)
+    model = load_model(source, load_config(source), dtype, arguments.seed, engine=engine, for_stages=for_stages)
     if settings.method != "full":
         fp32 = engine != "deepspeed"
         model = add_lora(model, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=fp32)

@@ -172,6 +172,21 @@ def test_qlora_weights_take_about_half_a_byte():
     assert (frozen - rest) / linear == pytest.approx(0.516, abs=0.001)
 
 
+@pytest.mark.parametrize("layout", ["zero3", "fsdp2"])
+def test_codes_of_4_bit_weights_are_divided_and_scales_are_not(layout):
+    """A byte for 64 weights and an fp32 for each 256 of these stay on every rank."""
+    model, job = public_model("meta-llama/Llama-3.1-70B"), TrainingJob(method="qlora")
+    parameters = rank_parameters(model, job)
+    linear = model.linear_parameters(include_head=False)
+    assert parameters.scale_bytes == round(linear / 64 + 4 * linear / (64 * 256))
+    shards = [parameters.frozen_shard_bytes(strategy_of(layout, ranks)) - parameters.scale_bytes for ranks in (1, 2, 8)]
+    assert shards[0] == pytest.approx(linear / 2 + 2 * (model.parameter_count - linear), rel=1e-6)
+    assert shards == pytest.approx([shards[0], shards[0] / 2, shards[0] / 8], abs=1)
+    memory = estimate_memory(strategy_of(layout, 2), model, parse_hardware("2xRTX4090"), job).gpu
+    # Loading adds an embedding or a layer to what a rank keeps, not the other half.
+    assert memory.phases["init"] < 25e9
+
+
 def test_stage3_gathers_the_whole_expert_stack():
     mixtral = public_model("mistralai/Mixtral-8x7B-v0.1")
     job = TrainingJob()

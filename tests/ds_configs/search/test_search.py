@@ -34,10 +34,14 @@ LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
         (LLAMA_1B, "1xA100-80GB", "single"),
         (LLAMA_70B, "4x8xH100-80GB", "zero3"),
         (LLAMA_70B, "8xH100-80GB", "zero3+cpu-offload of optimizer"),
+        (LLAMA_70B, "2xRTX4090", "zero3+cpu-offload of optimizer and parameters"),
+        (LLAMA_70B, "2xA100-40GB", "zero3"),
     ],
 )
 def test_choices_that_practice_agrees_with(model, hardware, expected):
-    plan = make_plan(model, parse_hardware(hardware), TrainingJob())
+    """70 billion parameters on two smaller accelerators train with QLoRA."""
+    small = hardware in ("2xRTX4090", "2xA100-40GB")
+    plan = make_plan(model, parse_hardware(hardware), TrainingJob(method="qlora" if small else "full"))
     assert plan.chosen.strategy.label == expected
     assert plan.chosen.memory.fits
 
