@@ -5,7 +5,7 @@ Weights come from safetensors alone, and code that a repository ships is never r
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,8 @@ def load_model(
             check_weights(place)
         return source.model
     divided = source.method == "qlora" and is_divided(engine)
-    with on_host() if divided else nullcontext({}) as placement:
+    host: AbstractContextManager[dict[str, Any]] = on_host() if divided else nullcontext({})
+    with host as placement:
         model = load_causal_lm(
             source.model,
             # Weights of the training are looked at when it begins, where --allow-nonfinite is known.
