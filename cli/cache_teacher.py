@@ -47,7 +47,7 @@ def cache_teacher_command(
     from ..trainers.distillation.cache.cache_job import prepare_cache, run_cache_job
 
     with redirect_stdout(sys.stderr):
-        job = prepare_cache(teacher, settings)
+        job = prepare_cache(teacher, settings, None if dry_run else output_dir)
         if not dry_run:
             assert output_dir is not None
             with progress_on_stderr("loading the teacher", lines_at_times()) as on_progress:

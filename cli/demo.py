@@ -82,7 +82,7 @@ def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
     small.write(output_dir / "plan", force=force)
     show_plan(small, output_dir / "plan")
     print("\n3. plan/launch.sh, for real\n", flush=True)
-    losses = train_demo(small, output_dir, options.steps)
+    losses = train_demo(small, output_dir, options.steps, force=force)
     if not losses[-1] < losses[0]:
         raise ShardwrightError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
     print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of ZeRO-2 on two ranks")
@@ -98,7 +98,7 @@ def plan_again(entry: Plan) -> Plan:
     return make_plan(entry.model, entry.hardware, entry.job)
 
 
-def train_demo(plan: Plan, output_dir: Path, steps: int) -> list[float]:
+def train_demo(plan: Plan, output_dir: Path, steps: int, *, force: bool = False) -> list[float]:
     """Run the plan's own launch line for some steps and return the losses.
 
     Raises:
@@ -112,6 +112,7 @@ def train_demo(plan: Plan, output_dir: Path, steps: int) -> list[float]:
     command = [
         *launch_arguments(plan, directory=str((output_dir / "plan").absolute())),
         "--random-weights",
+        *(["--force"] if force else []),
         "--max-steps",
         str(steps),
         "--losses-json",

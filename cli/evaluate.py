@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -70,7 +70,8 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
     model
         Hub id or local directory with safetensors weights, plain or quantized.
     """
-    from ..ds_configs.plan.write import output_faults, write_files
+    from ..ds_configs.plan.output import output_faults, reserved
+    from ..ds_configs.plan.write import write_files
     from ..trainers.evaluation.evaluate import evaluate_model
     from ..trainers.evaluation.report import evaluation_files
     from ..trainers.evaluation.text_windows import TextRequest
@@ -78,7 +79,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
     output_dir, force = options.output_dir, options.force
     faults = _conflicts(options)
     # Before hours are spent on what the report says.
-    faults += [] if output_dir is None else output_faults(output_dir, force=force)
+    faults += [] if output_dir is None else output_faults(output_dir, force=force, sources=_sources(options, model))
     if faults:
         raise UsageError(faults)
     request = TextRequest(
@@ -89,7 +90,11 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
         stride=options.stride,
         num_samples=options.num_samples,
     )
-    with redirect_stdout(sys.stderr), progress_on_stderr("checking", stages_on_stderr) as on_progress:
+    with ExitStack() as held:
+        held.enter_context(redirect_stdout(sys.stderr))
+        if output_dir is not None:
+            held.enter_context(reserved(output_dir, force=force))
+        on_progress = held.enter_context(progress_on_stderr("checking", stages_on_stderr))
         evaluation = evaluate_model(
             model,
             baseline=options.baseline,
@@ -106,13 +111,20 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
             on_progress=on_progress,
         )
         if output_dir is not None:
-            write_files(evaluation_files(evaluation), output_dir, force=force)
+            write_files(evaluation_files(evaluation), output_dir, force=True)
     if options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
     else:
         show_evaluation(evaluation, output_dir)
     return 0
+
+
+def _sources(options: EvaluateOptions, model: str) -> dict[str, str | None]:
+    """Return what is read, by its part."""
+    from ..trainers.data.sources import local_place
+
+    return {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
 
 
 def _conflicts(options: EvaluateOptions) -> list[Fault]:

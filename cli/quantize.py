@@ -74,7 +74,7 @@ def quantize_command(
     if not options.as_json:
         with redirect_stdout(sys.stderr):
             _show_prepared(prepared, as_json=False)
-    how = {"device": options.device, "evaluate": options.evaluate, "resume": options.resume}
+    how = {name: getattr(options, name) for name in ("device", "evaluate", "resume", "force")}
     with pushed(output_dir, options.push_to_hub, private=options.private, notify=note):
         outcome = _run(prepared, output_dir, **how)
     if options.as_json:

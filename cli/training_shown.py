@@ -49,7 +49,8 @@ def launched_command(
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
         return 0
     with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", lines_at_times()) as on_progress:
-        outcome = run_training(prepared, output_dir, resume=options.resume, notify=note, on_progress=on_progress)
+        how = {"resume": options.resume, "force": options.force}
+        outcome = run_training(prepared, output_dir, **how, notify=note, on_progress=on_progress)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:

@@ -25,7 +25,8 @@ _NESTED_GROUPS = {
 }
 # Read without an argument of their own (utils/launch.py, utils/dataclasses.py).
 _WITHOUT_ARGUMENT = {
-    "fsdp_config": {"fsdp_ignored_modules": leaf("string")},
+    # The launcher passes it on where it `is not None` (accelerate 1.15.0, utils/launch.py).
+    "fsdp_config": {"fsdp_ignored_modules": leaf("string", "null")},
     "fp8_config": {"fp8_use_mxfp8_block_scaling": leaf("boolean")},
     "mpirun_config": {"bind-to": leaf("string")},
 }

@@ -16,13 +16,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..ds_configs.plan.output import output_faults, reserved
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.write import write_files
-from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ..ds_configs.specs.errors import Fault, ShardwrightError, UsageError, collecting
+from ..ds_configs.specs.json_text import strict_json
+from ..ds_configs.specs.settings import GuardSettings, settings_of
 from ..plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ..plugins.deepspeed.engine import prepare_nvme_offload
 from ..plugins.launching.elastic import recorded
@@ -38,6 +42,7 @@ from ..plugins.transformers.training_arguments import (
 )
 from .data.models import StartingModel, check_seq_len, load_config, load_model, load_tokenizer
 from .data.text import pack, read_documents
+from .guards.hang import watched
 from .parallel.trainer_for import PlannedParallelism, planned_parallelism
 from .runs.guarded import train_guarded
 from .runs.steps import StepLosses, chosen_engine
@@ -45,6 +50,8 @@ from .runs.steps import StepLosses, chosen_engine
 if TYPE_CHECKING:
     from .runs.plan_callback import PlanCallback
 
+_RESULTS = ("config.json", "*.safetensors", "checkpoint-*")
+"""Files of a trained model, and directories of a training."""
 DEFAULT_SETTINGS: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "logging_steps": 1}
 
 
@@ -68,11 +75,13 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--method", choices=("full", "lora", "qlora"), default="full")
     add("--lora-rank", type=int, help="default 16")
     add("--lora-targets", help="module names separated by commas, or all-linear (default)")
+    add("--force", action="store_true", help="write over the model and checkpoints of an earlier run in --output-dir")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint in --output-dir, if there is one")
-    add("--nonfinite", choices=("stop", "skip"), default="stop", help="what a loss or gradient that is NaN or Inf does")
-    add("--nonfinite-steps", type=int, default=3, help="stop after so many such steps in a row (default 3)")
-    add("--allow-nonfinite", action="store_true", help="take and save weights that are NaN or Inf")
-    add("--hang-timeout", type=float, default=1800.0, metavar="SECONDS", help="a rank may stand still (0: for ever)")
+    for name, field in GuardSettings.model_fields.items():
+        switch: dict[str, Any] = {"action": "store_true"} if field.annotation is bool else {"metavar": "VALUE"}
+        default = "" if switch.get("action") else f" (default {field.default})"
+        help_text = f"{(field.description or '').lower()}{default}"
+        add(f"--{name.replace('_', '-')}", default=field.default, help=help_text, **switch)
     add("--plan", type=Path, metavar="DIR", help="the plan that is run; its prediction is compared with the run")
     add("--losses-json", type=Path, metavar="FILE", help="rank 0 writes the loss of every optimizer step")
     add("--save", action=argparse.BooleanOptionalAction, default=True, help="write the trained model")
@@ -94,7 +103,7 @@ def _flag_faults(flags: argparse.Namespace) -> list[Fault]:
     faults = []
     if flags.seq_len < 2:
         faults.append(Fault(where="--seq-len", value=flags.seq_len, rule="at least 2 tokens, to predict one"))
-    for name in ("max_steps", "lora_rank", "nonfinite_steps"):
+    for name in ("max_steps", "lora_rank"):
         value = getattr(flags, name)
         if value is not None and value < 1:
             faults.append(Fault(where=f"--{name.replace('_', '-')}", value=value, rule="at least 1"))
@@ -104,8 +113,8 @@ def _flag_faults(flags: argparse.Namespace) -> list[Fault]:
             for name, value in (("lora-rank", flags.lora_rank), ("lora-targets", flags.lora_targets))
             if value is not None
         ]
-    if not 0 <= flags.hang_timeout < float("inf"):
-        faults.append(Fault(where="--hang-timeout", value=flags.hang_timeout, rule="seconds, 0 for ever"))
+    with collecting(faults):
+        _guards(flags)
     if flags.revision and Path(flags.model).exists():
         faults.append(Fault(where="--revision", value=flags.revision, rule="only a Hub model has revisions"))
     for path in [*(flags.text or []), *([flags.training_arguments] if flags.training_arguments else [])]:
@@ -124,7 +133,7 @@ def read_settings(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.training_arguments is not None:
         where = str(flags.training_arguments)
         try:
-            from_file = json.loads(flags.training_arguments.read_text(encoding="utf-8"))
+            from_file = strict_json(flags.training_arguments.read_bytes())
         except ValueError as error:
             raise UsageError(Fault(where=where, rule=f"must be JSON: {error}")) from error
         if not isinstance(from_file, dict):
@@ -139,6 +148,30 @@ def read_settings(flags: argparse.Namespace) -> dict[str, Any]:
 def fine_tune(flags: argparse.Namespace) -> None:
     """Build everything in the order that ZeRO-3 needs (arguments before weights), train, write, save."""
     settings = read_settings(flags)
+    with _reserved(flags), watched(_guards(flags).hang_seconds):
+        _train(flags, settings)
+
+
+def _reserved(flags: argparse.Namespace) -> AbstractContextManager[None]:
+    """Return what keeps other runs out of the output directory, on the first rank.
+
+    Raises:
+        UsageError: it is a source of this run, cannot be written, or holds what an earlier run left.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return nullcontext()
+    directory, force = flags.output_dir, flags.force or flags.resume
+    faults = output_faults(directory, force=True, sources={"the model": flags.model})
+    found = sorted(path.name for pattern in _RESULTS for path in directory.glob(pattern))
+    if found and not force:
+        rule, fix = f"holds {found[0]} of an earlier run", "go on with --resume, or write over it with --force"
+        faults.append(Fault(where="--output-dir", value=str(directory), rule=rule, fix=fix))
+    if faults:
+        raise UsageError(faults)
+    return reserved(directory, force=True)
+
+
+def _train(flags: argparse.Namespace, settings: dict[str, Any]) -> None:
     engine = chosen_engine(settings)
     arguments = training_arguments(settings, configure_cpu_ranks(engine))
     _check_world_size(arguments.world_size)
@@ -176,7 +209,7 @@ def fine_tune(flags: argparse.Namespace) -> None:
     if planned is not None:
         planned.attach(trainer)
     started = time.monotonic()
-    train_guarded(trainer, resume=flags.resume or arguments.resume_from_checkpoint, **_guards(flags))
+    train_guarded(trainer, resume=flags.resume or arguments.resume_from_checkpoint, **_guards(flags).guards())
     seconds = time.monotonic() - started
     losses = recorder.mean_over_ranks()
     if flags.losses_json is not None and arguments.process_index == 0:
@@ -187,13 +220,8 @@ def fine_tune(flags: argparse.Namespace) -> None:
         save_model_directory(trainer, str(flags.output_dir), allow_nonfinite=flags.allow_nonfinite)
 
 
-def _guards(flags: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "nonfinite": flags.nonfinite,
-        "nonfinite_steps": flags.nonfinite_steps,
-        "allow_nonfinite": flags.allow_nonfinite,
-        "hang_seconds": flags.hang_timeout or None,
-    }
+def _guards(flags: argparse.Namespace) -> GuardSettings:
+    return settings_of(GuardSettings, {name: getattr(flags, name) for name in GuardSettings.model_fields})
 
 
 def plan_callback(flags: argparse.Namespace) -> PlanCallback | None:

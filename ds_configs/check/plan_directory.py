@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..plan.plan import Plan
 from ..plan.training_arguments import planned_training_arguments
 from ..specs.errors import Fault, FaultsError
+from ..specs.json_text import strict_json
 from .report import Finding
 
 PLAN_FILE, ARGUMENTS_FILE, MEASUREMENT_FILE = "plan.json", "training_arguments.json", "plan_measurement.json"
@@ -39,8 +39,8 @@ def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
 def _argument_findings(file: Path, plan: Plan) -> list[Finding]:
     """Compare what a script gives to `TrainingArguments` with the plan: another batch makes its prediction void."""
     try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        stated = strict_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         return [_error(Fault(where=str(file), rule=f"is not valid JSON ({error})", fix="write the plan again"))]
     if not isinstance(stated, dict):
         return [_error(Fault(where=str(file), rule="must hold one JSON object of TrainingArguments keys"))]

@@ -12,6 +12,8 @@ from .tree import Entry, Node, Parsed, Problem, UnreadableError, check_limits, m
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX = "tag:yaml.org,2002:"
 _MERGE = f"{_PREFIX}merge"
+_LARGEST_BITS = 1000
+"""Of an integer; `1:1:1` is one to the base 60, which grows to more digits than Python writes."""
 _STANDARD = {f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
@@ -127,7 +129,12 @@ class _Builder:
         if tag == _MERGE:
             return _Merge()
         try:
-            return self.loader.construct_object(yaml.ScalarNode(tag, event.value))
+            if tag == f"{_PREFIX}int" and len(event.value) > _LARGEST_BITS:
+                raise OverflowError
+            value: object = self.loader.construct_object(yaml.ScalarNode(tag, event.value))
+            if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
+                raise OverflowError
+            return value
         except (ValueError, yaml.YAMLError, KeyError, IndexError, OverflowError):
             self.problems.append(
                 Problem(line=line, value=event.value[:80], rule="YAML cannot read this value", fix="quote it")

@@ -10,6 +10,7 @@ import yaml
 
 from ..legality.pipeline import pipeline_remarks
 from ..specs.errors import UsageError
+from ..specs.json_text import strict_json
 from ..specs.units import gigabytes
 from ..specs.yaml_file import read_small_file, yaml_mapping
 from .accelerate import accelerate_config
@@ -70,7 +71,7 @@ def _read(file: Path, *, otherwise: Any) -> Any:
         return otherwise
     try:
         content = read_small_file(file, what="plan")
-        found = json.loads(content) if file.suffix == ".json" else yaml_mapping(content, name=file.name, what="plan")
+        found = strict_json(content) if file.suffix == ".json" else yaml_mapping(content, name=file.name, what="plan")
         return _without_place({name: value for name, value in found.items() if name != "_shardwright"})
     except (UsageError, ValueError, AttributeError, RecursionError):
         return None

@@ -9,6 +9,9 @@ from .plan import Plan
 
 TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
 
+LAUNCHING_MODULE = "shardwright.plugins.launching.elastic"
+"""Runs a launcher of one node on the loopback interface alone: torch 2.13.0 lets its store listen on all of them."""
+
 _SCRIPT_DIRECTORY = "\0"
 """Stands for the script's own directory while its words are quoted; no path holds a null byte."""
 
@@ -76,7 +79,7 @@ def _training_module_arguments(plan: Plan, directory: str) -> list[str]:
 
 
 def launch_script(plan: Plan, header: str, *, directory: str = ".") -> str:
-    """Return `launch.sh`: the launch line, with the user's arguments appended.
+    """Return `launch.sh`: the launch line, with the user's arguments appended; on one node nothing else reaches it.
 
     `accelerate.yaml` names the place where the DeepSpeed file was written; a script that is written to a place names
     the file beside itself, so that the directory may move.
@@ -94,7 +97,8 @@ def launch_script(plan: Plan, header: str, *, directory: str = ".") -> str:
         )
         line += ' "${@:3}"'
     else:
-        line += ' "$@"'
+        line = f'"$python" -m {LAUNCHING_MODULE} {line} "$@"'
+        preamble += 'python="$(command -v python || command -v python3)"\n'
     return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
 
 

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..memory.calibration import MeasuredRun, check_ratio
 from ..specs.errors import Fault, RefusedInputError, UsageError
+from ..specs.json_text import strict_json
 from ..specs.units import gigabytes
 from .plan import Plan
 from .plan_json import job_dict, strategy_dict
@@ -208,8 +209,8 @@ def measurement_from_text(text: bytes, *, source: str) -> RunMeasurement:
     if len(text) > LARGEST_FILE_BYTES:
         raise RefusedInputError(Fault(where=source, rule=f"is over {LARGEST_FILE_BYTES} bytes"))
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = strict_json(text)
+    except ValueError as error:
         raise RefusedInputError(Fault(where=source, rule=f"is not valid JSON ({error})")) from None
     if not isinstance(data, dict) or "schema_version" not in data:
         fix = "give the output directory of a run with --plan"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_cha
 from ..specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
+from ..specs.json_text import strict_json
 from ..specs.model import ModelSpec
 from .write import write_files
 
@@ -137,8 +137,8 @@ class Plan:
         if file.stat().st_size > _LARGEST_PLAN_BYTES:
             raise RefusedInputError(Fault(where=str(file), rule=f"is over {_LARGEST_PLAN_BYTES} bytes"))
         try:
-            data = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
+            data = strict_json(file.read_bytes())
+        except ValueError as error:
             raise RefusedInputError(Fault(where=str(file), rule=f"is not valid JSON ({error})")) from None
         return plan_from_dict(data, source=str(file))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..specs.errors import Fault, ShardwrightError, UsageError
+from .output import occupied_faults
 
 
 def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: bool = False) -> list[Path]:
@@ -20,7 +21,7 @@ def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: boo
         UsageError: the directory exists and is not empty, and `force` is false, or the path is a file.
         ShardwrightError: the system refuses to write.
     """
-    faults = output_faults(directory, force=force) or [
+    faults = occupied_faults(directory, force=force) or [
         Fault(where=f"output_dir/{name}", rule="is a directory where a file must go")
         for name in sorted(files)
         if (directory / name).is_dir()
@@ -39,39 +40,6 @@ def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: boo
     except OSError as error:
         raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
     return list(contents)
-
-
-def output_faults(
-    directory: Path,
-    *,
-    force: bool,
-    sources: Mapping[str, str | None] | None = None,
-    own: Collection[str] = (),
-    fix: str = "use --force to write into it",
-) -> list[Fault]:
-    """Return what keeps a command from writing to a directory: one rule for all of them.
-
-    Args:
-        directory: Where results go.
-        force: Whether files that lie there may be replaced.
-        sources: What the command reads, by its part in it; none of these is ever written over.
-        own: Names of files that may be replaced without `force`.
-        fix: The way out where something lies there.
-    """
-    where, value = "output_dir", str(directory)
-    if directory.exists() and not directory.is_dir():
-        return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
-    if not directory.is_dir():
-        return []
-    faults = [
-        Fault(where=where, value=value, rule=f"is {part} itself, whose files would be replaced", fix="name another one")
-        for part, source in (sources or {}).items()
-        if source is not None and directory.resolve() == Path(source).expanduser().resolve()
-    ]
-    if not force and (others := sorted({path.name for path in directory.iterdir()} - set(own))):
-        rule = f"holds {others[0]!r}, which is not replaced" if own else "exists and is not empty"
-        faults.append(Fault(where=where, value=value, rule=rule, fix=fix))
-    return faults
 
 
 @contextmanager

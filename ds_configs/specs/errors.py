@@ -33,7 +33,11 @@ class Fault:
 
 def _abbreviate(value: object, longest: int = 80) -> str:
     """Keep both ends: what tells two long paths apart mostly stands at the end."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python 3.11 writes no integer of more than 4,300 digits.
+        text = "a number of thousands of digits"
     kept = (longest - 3) // 2
     return text if len(text) <= longest else f"{text[:kept]}...{text[-kept:]}"
 

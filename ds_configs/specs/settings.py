@@ -12,14 +12,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from .errors import Fault, UsageError
 from .job import OffloadName, StrategyName, Switch
 from .teacher_placement import TeacherPlacementChoice
+from .yaml_file import yaml_value
 
 Kind = TypeVar("Kind", bound="Settings")
+NonFiniteAction = Literal["stop", "skip"]
+"""What a loss or gradient that is not finite does to a training."""
+NONFINITE_STEPS, HANG_SECONDS = 3, 1800.0
 _NULL = "null"
 _COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")
 """A comma that separates names: not one inside of the brackets of a pattern."""
@@ -82,12 +85,12 @@ def parsed(text: str) -> Any:
     """Return what YAML reads in a text.
 
     Raises:
-        ValueError: it is no YAML, or holds tags.
+        ValueError: it is no YAML, holds tags, states a key twice, or a number that is not finite.
     """
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"is not valid YAML ({getattr(error, 'problem', None) or type(error).__name__})") from None
+        return yaml_value(text)
+    except ValueError as error:
+        raise ValueError(f"is not valid YAML ({getattr(error.__cause__, 'problem', None) or error})") from None
 
 
 def _words(text: str) -> list[str]:
@@ -165,6 +168,38 @@ class TrainingSettings(Settings):
         "auto", description="Where optimizer states, and with cpu-all also parameters, may live"
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+
+class GuardSettings(Settings):
+    """Options of a running training: what ends one that should not go on."""
+
+    group = "Training"
+
+    nonfinite: NonFiniteAction = Field("stop", description="What a loss or gradient that is NaN or Inf does")
+    nonfinite_steps: int = Field(NONFINITE_STEPS, ge=1, description="Stop after so many such steps in a row")
+    allow_nonfinite: bool = Field(False, description="Take and save weights that are NaN or Inf")
+    hang_timeout: float = Field(
+        HANG_SECONDS,
+        ge=0,
+        description="Seconds that a rank may stand still before all end; 0: as long as it wants",
+    )
+
+    @property
+    def hang_seconds(self) -> float | None:
+        """Seconds that a rank may stand still; `None` for as long as it wants."""
+        return self.hang_timeout or None
+
+    def guards(self) -> dict[str, Any]:
+        """Return these options as arguments of `GuardCallback`."""
+        shared = {name: getattr(self, name) for name in ("nonfinite", "nonfinite_steps", "allow_nonfinite")}
+        return shared | {"hang_seconds": self.hang_seconds}
+
+    def engine_faults(self, engine: str) -> list[Fault]:
+        """Return the options that an engine cannot follow."""
+        if self.nonfinite != "skip" or engine != "deepspeed":
+            return []
+        rule, fix = "DeepSpeed updates the weights inside the backward pass", "use stop, or --strategy ddp or fsdp2"
+        return [Fault(where="nonfinite", value="skip", rule=rule, fix=fix)]
 
 
 class TeacherPlacementSettings(Settings):

@@ -1,7 +1,8 @@
-"""YAML files that people write: small, a mapping, and without what could run or swell."""
+"""YAML that people write: small, without what could run or swell, no key twice, no number that is none."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,33 @@ import yaml
 
 from .errors import Fault, UsageError
 
-LARGEST_YAML_BYTES = 2**20
+LARGEST_YAML_BYTES = 2**16
+"""PyYAML reads about 30 kB a second of the slowest text, in Python."""
+_MERGE = "tag:yaml.org,2002:merge"
 
 
-class _PlainText(yaml.SafeLoader):
+class _Strict(yaml.SafeLoader):
+    """Loader that refuses a key that stands twice, of which PyYAML keeps the last, and numbers that are not finite."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.YAMLError(f"the key {twice!r} stands twice")
+        return node
+
+    def construct_yaml_float(self, node: Any) -> float:
+        value: float = super().construct_yaml_float(node)
+        if not math.isfinite(value):
+            raise yaml.YAMLError(f"{node.value} is not a finite number")
+        return value
+
+
+_Strict.add_constructor("tag:yaml.org,2002:float", _Strict.construct_yaml_float)
+
+
+class _PlainText(_Strict):
     """Loader that leaves scalars the text that a flag would hold.
 
     YAML 1.1 reads `on` as true, `0123` as 83 and `1e-5` as a word.
@@ -46,6 +70,23 @@ def read_small_file(path: Path, *, what: str) -> bytes:
     return content
 
 
+def yaml_value(content: bytes | str, *, as_text: bool = False) -> Any:
+    """Return what YAML reads in a text.
+
+    Raises:
+        ValueError: it is no YAML, holds tags, states a key twice, or a number that is not finite.
+    """
+    loader = None
+    try:
+        loader = (_PlainText if as_text else _Strict)(content)
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
 def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = False) -> dict[str, Any]:
     """Return the mapping in a YAML text, its keys as text.
 
@@ -58,16 +99,10 @@ def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = 
     Raises:
         UsageError: it is not YAML, or holds no mapping.
     """
-    loader = None
     try:
-        loader = (_PlainText if as_text else yaml.SafeLoader)(content)
-        data = loader.get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        detail = " ".join(str(error).split())
-        raise UsageError(Fault(where=what, value=name, rule=f"is not valid YAML ({detail})")) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+        data = yaml_value(content, as_text=as_text)
+    except ValueError as error:
+        raise UsageError(Fault(where=what, value=name, rule=f"is not valid YAML ({error})")) from None
     if not isinstance(data, dict):
         raise UsageError(Fault(where=what, value=name, rule="must hold a mapping of keys and values"))
     return {str(key): value for key, value in data.items()}
@@ -84,7 +119,8 @@ def settings_mapping(content: bytes | str, *, name: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     faults = []
     written = yaml_mapping(content, name=name, what="config", as_text=True)
-    read = yaml_mapping(content, name=name, what="config")
+    has_mappings = any(isinstance(value, dict) for value in written.values())
+    read = yaml_mapping(content, name=name, what="config") if has_mappings else {}
     for key, text in written.items():
         value = read[key] if isinstance(text, dict) else text
         plain = key.replace("-", "_")

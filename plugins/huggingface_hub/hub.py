@@ -19,7 +19,8 @@ from ..safetensors.reading import StoredTensor, check_names, checkpoint_files, r
 from .time_limit import within_limit
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""Of a Hub repository."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +113,7 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
         if isinstance(error, ShardwrightError):
             raise
-        raise _explain_hub_error(model, revision, error) from None
+        raise explain_hub_error(model, revision, error) from None
 
 
 def _hub_source(model: str, commit: str | None, file: Path, count: int | None) -> ModelSource:
@@ -121,7 +122,7 @@ def _hub_source(model: str, commit: str | None, file: Path, count: int | None) -
 
 
 def _commit_of(cached: Path) -> str | None:
-    return next((part for part in cached.parts if _COMMIT.fullmatch(part)), None)
+    return next((part for part in cached.parts if COMMIT.fullmatch(part)), None)
 
 
 def _hub_checkpoint_parameters(model: str, commit: str | None) -> int | None:
@@ -145,7 +146,7 @@ def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
     try:
         return within_limit(lambda: _hub_tensors(model, commit), f"headers of {model}") or {}
     except (HfHubHTTPError, httpx.HTTPError) as error:
-        raise _explain_hub_error(model, commit, error) from None
+        raise explain_hub_error(model, commit, error) from None
 
 
 def _hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor] | None:
@@ -167,7 +168,8 @@ def _hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor] | No
         raise RefusedInputError(Fault(where=model, rule=f"has a corrupt safetensors header ({error!r})")) from None
 
 
-def _explain_hub_error(model: str, revision: str | None, error: Exception) -> ShardwrightError:
+def explain_hub_error(model: str, revision: str | None, error: Exception) -> ShardwrightError:
+    """Return what the Hub's answer means for whoever named a model."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,

@@ -121,17 +121,20 @@ def signal_name(number: int) -> str:
 
 
 def main(command: Sequence[str]) -> int:
-    """Run `accelerate` or `torchrun` in this process, and write the failures of its ranks to `ERROR_FILE`."""
+    """Run `accelerate` or `torchrun` for this node alone in this process; failures of ranks go to `ERROR_FILE`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if command[0] == "accelerate":
         from accelerate.commands.accelerate_cli import main as launcher
     else:
         from torch.distributed.run import main as launcher
-    file = Path(os.environ[ERROR_FILE])
-    # torchrun never removes the directory with the error files of its ranks; this one goes with the launch.
-    tempfile.tempdir = str(file.parent)
+    file = Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None
+    if file is not None:
+        # torchrun never removes the directory with the error files of its ranks; this one goes with the launch.
+        tempfile.tempdir = str(file.parent)
     sys.argv = list(command)
+    # Its `--local-addr`, by which ranks know where to meet.
+    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
     stay_on_loopback()
     try:
         launcher()
@@ -141,7 +144,8 @@ def main(command: Sequence[str]) -> int:
             for rank, ended in error.failures.items()
             for failure in _failures(rank, ended.exitcode, ended.error_file_data)
         ]
-        file.write_text(json.dumps(found), encoding="utf-8")
+        if file is not None:
+            file.write_text(json.dumps(found), encoding="utf-8")
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -176,8 +176,6 @@ class _Running:
                     ERROR_FILE: str(self.error_file),
                     # torchrun's `--shutdown-timeout`, which accelerate has no flag for.
                     "PET_SHUTDOWN_TIMEOUT": str(int(STOP_SECONDS)),
-                    # Its `--local-addr`: all nodes of a launch from here are this one.
-                    "PET_LOCAL_ADDR": "127.0.0.1",
                 },
                 # On SIGTERM a launcher ends its ranks.
                 preexec_fn=signal_at_parent_death(signal.SIGTERM),

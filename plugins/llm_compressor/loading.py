@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError
+from ...ds_configs.specs.errors import Fault, RefusedInputError
 from ..transformers.finite_weights import nonfinite_weights
 from ..transformers.quantization_source import QuantizationSource
-from ..transformers.sound_model import check_config, loading_faults
+from ..transformers.sound_model import check_config, loading_faults, refused_by_name
 from .fixes import kept_conversion_mappings, torchvision_is_not_needed
 
 
@@ -24,14 +24,12 @@ def load_for_quantization(source: QuantizationSource) -> Any:
     named: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
     where, found = str(source.directory), {}
     check_config(where)
-    try:
+    with refused_by_name(source.name):
         if any(layer.is_expert for layer in source.layers):
             model = _load_with_linear_experts(AutoModelForCausalLM, where, named)
         else:
-            model, found = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, **named)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise ShardwrightError(f"{source.name}: cannot be loaded ({type(error).__name__}: {text})") from None
+            named |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, found = AutoModelForCausalLM.from_pretrained(where, **named)
     faults = loading_faults(found, source.name)
     faults += [
         Fault(where=source.name, value=name, rule="holds NaN or infinity", fix="train it again, or fetch a sound copy")

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.plan.output import STAGING
 from ...ds_configs.plan.write import flush, replacing, write_files
+from ...ds_configs.specs.errors import ShardwrightError
 from .reading import INDEX, SINGLE, read_header, read_index
 
 if TYPE_CHECKING:
@@ -131,16 +133,34 @@ def _write_header(file: Path, names: Mapping[str, str]) -> None:
 
 
 @contextmanager
+def named_write_errors(place: Path) -> Iterator[None]:
+    """Let what safetensors 0.8.0 cannot write, for which it has an exception of its own, be one line with the place.
+
+    Raises:
+        ShardwrightError: in place of `SafetensorError`.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise ShardwrightError(f"{place}: cannot be written ({error})") from None
+
+
+@contextmanager
 def appearing_directory(output: Path) -> Iterator[Path]:
     """Yield an empty directory whose files appear in `output` together at the end, or not at all.
 
-    Of a model that lies there, weight files that the new one does not replace are removed.
+    It lies beside `output`, or inside of one that is there already, which may be a mount that no file can be renamed
+    into. Of a model that lies there, weight files that the new one does not replace are removed.
     """
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    place = output if output.is_dir() else output.parent
+    temporary = Path(tempfile.mkdtemp(dir=place, prefix=f".{output.name}{STAGING}"))
     try:
-        yield temporary
+        with named_write_errors(output):
+            yield temporary
         publish(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -150,7 +170,7 @@ def publish(temporary: Path, output: Path) -> None:
     """Move a finished model directory to its place, or its files into a directory that is there already."""
     for path in temporary.rglob("*"):
         flush(path)
-    if not (output.is_dir() and any(output.iterdir())):
+    if not output.is_dir():
         temporary.chmod(0o755)
         temporary.replace(output)
         flush(output.parent)

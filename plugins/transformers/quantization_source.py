@@ -11,14 +11,13 @@ from ...ds_configs.legality.model_classes import model_class_faults
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
 from ...ds_configs.specs.dimensions import Dimensions
-from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ..huggingface_hub.hub import ModelSource, read_model_source
-from ..huggingface_hub.time_limit import fetch_snapshot
+from ..huggingface_hub.model_directory import model_directory
 from ..safetensors.reading import checkpoint_files, read_checkpoint
 from .expert_layers import expert_layers, router_patterns
 from .meta_model import build_meta_model, model_spec_from_meta
 
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
 
@@ -62,7 +61,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     faults = unquantizable_faults(source)
     if faults:
         raise RefusedInputError(faults)
-    directory = _snapshot(source)
+    directory = model_directory(source.name, revision=source.revision)
     faults = weight_faults(directory)
     if faults:
         raise RefusedInputError(faults)
@@ -172,18 +171,6 @@ def linear_layers(meta: Any, tensors: Mapping[str, TensorShape]) -> tuple[Linear
         if isinstance(module, torch.nn.Linear)
     ]
     return (*layers, *expert_layers(tensors, known={layer.name for layer in layers}))
-
-
-def _snapshot(source: ModelSource) -> Path:
-    if source.revision is None:
-        return Path(source.name)
-    try:
-        return fetch_snapshot(source.name, revision=source.revision, patterns=_FILES)
-    except Exception as error:
-        # Whatever the connection, the cache or the disk raises.
-        raise ShardwrightError(
-            f"model = {source.name!r}: cannot be fetched ({type(error).__name__}: {error})"
-        ) from None
 
 
 def _dtype(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> str:

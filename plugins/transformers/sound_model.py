@@ -13,8 +13,9 @@ from typing import Any
 
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, code_faults, parse_config_json
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ..huggingface_hub.model_directory import model_directory
 from ..launching.notes import note_on_first_rank
-from ..safetensors.reading import read_checkpoint
+from ..safetensors.reading import StoredTensor, read_checkpoint
 from .checkpoint_model import checkpoint_tensors
 from .finite_weights import NONFINITE_FIX, nonfinite_weights, shortened
 from .whole_loading import loads_on_first_rank
@@ -74,18 +75,22 @@ def check_weights(directory: Path, *, quantized: bool = False) -> None:
         raise RefusedInputError(faults[:3])
 
 
-def missing_tensors(stored: Mapping[str, Any], model: Any, *, base_prefix: str = "") -> list[str]:
-    """Return the names of tensors that a model needs and its checkpoint lacks; tied ones count once.
+def stored_faults(stored: Mapping[str, StoredTensor], model: Any, where: str, *, base_prefix: str = "") -> list[Fault]:
+    """Return what a checkpoint lacks, or has in another shape, that a model needs, from its headers alone.
 
     Args:
         stored: Tensors of the checkpoint by name.
-        model: The model, which may be on the meta device.
+        model: The model, which may be on the meta device; tied tensors count once.
+        where: Name of the model in the faults.
         base_prefix: What names may leave out, such as `model.`.
     """
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     parameters = {name: one for name, one in model.named_parameters() if name not in tied}
-    names = checkpoint_tensors(model, parameters)
-    return [name for name in names if name not in stored and name.removeprefix(base_prefix) not in stored]
+    needed = checkpoint_tensors(model, parameters)
+    found = {name: stored.get(name) or stored.get(name.removeprefix(base_prefix)) for name in needed}
+    missing = [name for name, one in found.items() if one is None]
+    other_shape = [name for name, one in found.items() if one is not None and one.shape != tuple(needed[name].shape)]
+    return loading_faults({"missing_keys": missing, "mismatched_keys": other_shape}, where)
 
 
 @contextmanager
@@ -94,6 +99,7 @@ def refused_by_name(name: str) -> Iterator[None]:
 
     Raises:
         RefusedInputError: in place of its exceptions.
+        ShardwrightError: the system lacks something, such as memory.
     """
     from safetensors import SafetensorError
 
@@ -105,7 +111,7 @@ def refused_by_name(name: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         # Memory that runs out and the like are no fault of the model.
         if isinstance(error, RuntimeError) and "mismatch" not in text:
-            raise
+            raise ShardwrightError(f"{name}: cannot be loaded ({type(error).__name__}: {text[:300]})") from error
         if "trust_remote_code" in text:
             fix = "name a model that Transformers knows; code that a repository ships is never run"
             raise RefusedInputError(Fault(where=name, rule="needs code of its own", fix=fix)) from None
@@ -115,13 +121,15 @@ def refused_by_name(name: str) -> Iterator[None]:
 
 def loading_faults(found: Mapping[str, Any], where: str) -> list[Fault]:
     """Return what `output_loading_info` tells of tensors that would be random."""
+    # A name of another shape comes with both shapes.
+    names = {key: sorted(one if isinstance(one, str) else one[0] for one in found.get(key) or ()) for key in found}
     return [
-        Fault(where=where, value=sorted(map(str, found[key]))[:3], rule=f"{len(found[key])} tensors {rule}", fix=_FETCH)
+        Fault(where=where, value=names[key][:3], rule=f"{len(names[key])} tensors {rule}", fix=_FETCH)
         for key, rule in (
             ("missing_keys", "are not in the checkpoint, so that they would be random"),
             ("mismatched_keys", "have another shape in the checkpoint"),
         )
-        if found.get(key)
+        if names.get(key)
     ]
 
 
@@ -146,21 +154,30 @@ def load_causal_lm(name: str, *, allow_nonfinite: bool = False, **named: Any) ->
     """
     from transformers import AutoModelForCausalLM
 
-    place = Path(name).expanduser()
-    check_config(name)
+    place = model_directory(name, revision=named.pop("revision", None))
+    check_config(str(place))
     if place.is_dir():
         config = parse_config_json((place / "config.json").read_bytes(), source=name)
         check_weights(place, quantized=bool(config.get("quantization_config")))
+    # The other ranks of a node get their weights later.
+    later = loads_on_first_rank()
     with refused_by_name(name):
         model, found = AutoModelForCausalLM.from_pretrained(
-            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **named
+            str(place),
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # Told by name below; the error of Transformers names none.
+            ignore_mismatched_sizes=not later,
+            **named,
         )
-    # The other ranks of a node get their weights later.
-    faults = [] if loads_on_first_rank() else loading_faults(found, name)
-    if not allow_nonfinite and not loads_on_first_rank():
+    faults = [] if later else loading_faults(found, name)
+    if not allow_nonfinite and not later:
         faults += nonfinite_faults(model, name)
     if faults:
         raise RefusedInputError(faults)
+    # Adapters name what they were trained on, which is no place in this machine's cache.
+    model.name_or_path = model.config._name_or_path = name
     if unused := sorted(map(str, found.get("unexpected_keys") or ())):
         note_on_first_rank(
             f"{name}: {len(unused)} tensors of the checkpoint have no place in the model: {shortened(unused)}"

@@ -20,6 +20,7 @@ from typing import Any
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.job import OPTIMIZERS
 from ..launching.notes import note_on_first_rank
+from ..safetensors.writing import named_write_errors
 from .finite_weights import refuse_nonfinite_weights
 
 # The tokenizer without a download: one token for each byte, which every text has.
@@ -183,11 +184,13 @@ def save_model_directory(trainer: Any, directory: str, *, allow_nonfinite: bool 
 
     Raises:
         RefusedInputError: weights are NaN or infinite, and that is not allowed.
+        ShardwrightError: the disk is full, or cannot be written for another reason.
     """
     refuse_nonfinite_weights(trainer.model, what="the trained model", allowed=allow_nonfinite)
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(directory)
+    with named_write_errors(Path(directory)):
+        trainer.save_model(directory)
     if trainer.args.should_save:
         # A pickle of the arguments, which would run code when it is loaded.
         (Path(directory) / "training_args.bin").unlink(missing_ok=True)

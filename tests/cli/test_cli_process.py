@@ -164,9 +164,11 @@ def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path, hardwa
     shutil.copy(LLAMA / "config.json", model)
     tools = tmp_path / "bin"
     tools.mkdir()
-    fake = tools / "accelerate"
-    fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-    fake.chmod(0o755)
+    # On one node a module starts accelerate.
+    for name in ("accelerate", "python"):
+        fake = tools / name
+        fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+        fake.chmod(0o755)
     output = tmp_path / "out $(touch pwned)\ntouch pwned"
     planned = shardwright("plan", str(model), "--hardware", hardware, "--output-dir", str(output), cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr

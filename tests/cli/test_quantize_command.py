@@ -218,7 +218,7 @@ def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     message = refused(model, tmp_path, capsys, 3, *BRIEF)
-    assert "host memory: needs" in message and "disk: the checkpoint takes" in message
+    assert "host memory: needs" in message and "output_dir" in message and " GB are free in " in message
 
 
 def test_a_disk_that_fills_up_while_writing(model, tmp_path, capsys, monkeypatch):

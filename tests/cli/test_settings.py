@@ -246,7 +246,7 @@ def test_every_source_may_ask_for_errors_as_json(
 @pytest.mark.parametrize("command", list(TRIED))
 def test_a_file_that_is_no_text_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
     file = tmp_path / "settings.yaml"
-    for content, said in ((b"\xff\xfe\x00", "config = "), (b"#" * (2**20 + 1), "is over 1048576 bytes")):
+    for content, said in ((b"\xff\xfe\x00", "config = "), (b"#" * (2**16 + 1), "is over 65536 bytes")):
         file.write_bytes(content)
         (found,) = faults(capsys, *TRIED[command], "--config", str(file))
         assert said in found

@@ -84,9 +84,11 @@ def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotary_ones_n
 def test_weights_that_are_not_safetensors_are_refused(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
-    (tmp_path / "pytorch_model.bin").touch()
-    assert main(["--model", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--seq-len", "64"]) == 4
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text((tiny_llama / "config.json").read_text())
+    (model / "pytorch_model.bin").touch()
+    assert main(["--model", str(model), "--output-dir", str(tmp_path / "out"), "--seq-len", "64"]) == 4
     assert "safetensors only" in capsys.readouterr().err
 
 

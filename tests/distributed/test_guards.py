@@ -98,13 +98,20 @@ def test_a_signal_to_one_rank_saves_on_all_of_them(engine, kind, code, workshop,
     assert losses_of(tmp_path) == pytest.approx(whole[engine][3:], abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["hang", "sigstop"])
-def test_a_rank_that_stands_still_ends_its_group_with_stacks(kind, workshop, tmp_path):
-    fault = Fault(kind=kind, phase="step", step=3, rank=1)
+@pytest.mark.parametrize(
+    ("kind", "phase", "since", "stands_in"),
+    [
+        ("hang", "step", "the beginning of step 3", "training_step"),
+        ("sigstop", "step", "the beginning of step 3", "training_step"),
+        ("hang", "load", "its start", "_train"),
+    ],
+)
+def test_a_rank_that_stands_still_ends_its_group_with_stacks(kind, phase, since, stands_in, workshop, tmp_path):
+    fault = Fault(kind=kind, phase=phase, step=3, rank=1)
     how, told = failed(workshop, "ddp", tmp_path, fault, "--hang-timeout", "4")
     assert "failed with exit code 1" in how
-    assert "rank 0 has not moved for 4 s, since the beginning of step 3" in told
-    assert "training_step" in told
+    assert f"rank 0 has not moved for 4 s, since {since}" in told
+    assert stands_in in told
     if kind == "hang":
         assert "rank 1 has not moved for 4 s" in told
         assert "in happen" in told

@@ -168,7 +168,7 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 NAMES_KERNEL = ("kernel_of_the_hub", "hidden_kernel")
 """Planning builds a model without these fields."""
-READS_NO_WEIGHTS = ("plan",)
+READS_NO_WEIGHTS = ("plan", "rehearse")
 """Commands that take the configuration and the headers, so that they cannot see what is in the data."""
 SEEN_IN_DATA = ("missing_embedding", "missing_head", "missing_layer", "wrong_shape", "nan_weight", "infinite_weight",
                 "integer_weights", "pickle_only")  # fmt: skip

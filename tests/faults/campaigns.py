@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from warm_ranks import RanksFailedError
 
 from faults.broken_checkpoints import DAMAGES, REFUSED
@@ -191,39 +195,47 @@ def other_ranks(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
 def models(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
     """Models that no command may take, against every command that takes one."""
     del engines
-    sound = workshop.model
+    output = workshop.directory / "out"
     for name in BROKEN:
-        directory = broken_copy(sound, name, workshop.directory / "broken-models")
-        for command, arguments in _commands(workshop, directory).items():
+        directory = broken_copy(workshop.model, name, workshop.directory / "broken-models")
+        for command, arguments in _commands(workshop, directory, output).items():
+            shutil.rmtree(output, ignore_errors=True)
             done = _shardwright(arguments)
-            refused = done.returncode in (2, 4) and "Traceback" not in done.stderr
+            lines = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "rank "))]
+            told = (lines or done.stderr.strip().splitlines() or [""])[0]
+            refused = done.returncode in (2, 4) and "Traceback" not in done.stderr and str(directory) in told
             unseen = command in READS_NO_WEIGHTS and name in (*SEEN_IN_DATA, *NAMES_KERNEL)
-            lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-            told = (lines or done.stderr.strip().splitlines() or [""])[0].replace(str(workshop.directory), "")[:110]
             happened = f"exit {done.returncode}" + (f": {told}" if done.returncode else "")
-            right = (refused or (unseen and done.returncode == 0)) and not (directory / "ran").exists()
+            left = [*output.rglob("*.safetensors"), *directory.glob("ran")] if output.exists() or refused else []
+            right = (refused or (unseen and done.returncode == 0)) and not left
+            happened = happened.replace(str(workshop.directory), "")[:200]
             yield {"where": command, "fault": name.replace("_", " "), "happened": happened, "expected": right}
 
 
-def _commands(workshop: Workshop, model: Path) -> Mapping[str, Sequence[str]]:
-    text = str(workshop.directory / "text.txt")
-    output = workshop.directory / "out"
-    shutil.rmtree(output, ignore_errors=True)
-    data = ("--dataset", text, "--seq-len", "32", "--output-dir", str(output))
+def _commands(workshop: Workshop, model: Path, output: Path) -> Mapping[str, Sequence[str]]:
+    """Return the arguments of every command that takes a model, at each place where it takes one."""
+    text, broken, sound = str(workshop.directory / "text.txt"), str(model), str(workshop.model)
+    into = ("--output-dir", str(output))
+    data = ("--dataset", text, "--seq-len", "32", *into)
     steps = ("--hardware", "2xCPU", "--max-steps", "1", "--evaluation-samples", "2")
-    sound = str(workshop.model)
-    train = ("-m", "shardwright.trainers.train_causal_lm", "--model", str(model), "--text", text, "--max-steps", "1")
-    return {
-        "plan": ("-m", "shardwright", "plan", str(model), "--hardware", "2xCPU"),
-        "train": (*train, "--seq-len", "32", "--output-dir", str(output)),
-        "distill (teacher)": ("-m", "shardwright", "distill", str(model), sound, *data, *steps),
-        "distill (student)": ("-m", "shardwright", "distill", sound, str(model), *data, *steps),
-        "cache-teacher": ("-m", "shardwright", "cache-teacher", str(model), *data),
-        "student": ("-m", "shardwright", "student", str(model), "--layers", "1", "--output-dir", str(output)),
-        "quantize": ("-m", "shardwright", "quantize", str(model), "--scheme", "W8A16", "--output-dir", str(output)),
-        "qat": ("-m", "shardwright", "qat", str(model), "--scheme", "W8A16", *data, *steps),
-        "evaluate": ("-m", "shardwright", "evaluate", str(model), "--text", text, "--seq-len", "32"),
+    script = ("-m", "shardwright.trainers.train_causal_lm", "--model", broken, "--text", text, "--max-steps", "1")
+    evaluated = ("--text", text, "--seq-len", "32", "--num-samples", "2", "--no-speed", *into)
+    commands = {
+        "plan": ("plan", broken, "--hardware", "2xCPU", *into),
+        "rehearse": ("rehearse", str(workshop.plan_of(model)), "--steps", "4", *into),
+        "train": ("train", broken, *data, *steps),
+        "distill (teacher)": ("distill", broken, sound, *data, *steps),
+        "distill (student)": ("distill", sound, broken, *data, *steps),
+        "cache-teacher": ("cache-teacher", broken, *data),
+        "student": ("student", broken, "--layers", "1", *into),
+        "quantize": ("quantize", broken, "--scheme", "W8A16", "--group-size", "32", *into),
+        "qat": ("qat", broken, "--scheme", "W8A16", "--group-size", "32", *data, *steps),
+        "qat (teacher)": ("qat", sound, "--scheme", "W8A16", "--group-size", "32", "--teacher", broken, *data, *steps),
+        "evaluate": ("evaluate", broken, *evaluated),
+        "evaluate (baseline)": ("evaluate", sound, "--baseline", broken, *evaluated),
     }
+    named = {name: ("-m", "shardwright", *arguments) for name, arguments in commands.items()}
+    return named | {"train_causal_lm": (*script, "--seq-len", "32", *into)}
 
 
 def _shardwright(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -232,6 +244,94 @@ def _shardwright(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", "did not end within 300 s")
+
+
+def commands(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+    """Signals through whole commands, as users have them: nothing in them is warm."""
+    del engines
+    for command, chosen in (("train", _SIGNALLED), ("distill", tuple(_SIGNALLED)[:2])):
+        for fault in chosen:
+            output = workshop.directory / "commanded" / "out"
+            shutil.rmtree(output.parent, ignore_errors=True)
+            output.parent.mkdir()
+            yield {"where": command, "fault": fault} | _signalled(workshop, command, output, *_SIGNALLED[fault])
+
+
+_SIGNALLED: Mapping[str, tuple[str, tuple[signal.Signals, ...], int]] = {
+    "SIGTERM to the command": ("command", (signal.SIGTERM,), 143),
+    "SIGINT to the command": ("command", (signal.SIGINT,), 130),
+    "SIGINT to all, as from a terminal": ("all", (signal.SIGINT,), 130),
+    "SIGTERM to one rank": ("rank", (signal.SIGTERM,), 143),
+    "SIGINT to one rank": ("rank", (signal.SIGINT,), 130),
+    "SIGTERM twice to the command": ("command", (signal.SIGTERM, signal.SIGTERM), 143),
+    "SIGKILL of the command": ("command", (signal.SIGKILL,), -signal.SIGKILL),
+    "SIGKILL of torchrun": ("launcher", (signal.SIGKILL,), 1),
+    "SIGKILL of one rank": ("rank", (signal.SIGKILL,), 1),
+    "SIGSTOP of one rank": ("rank", (signal.SIGSTOP,), 1),
+}
+"""Who gets which signals, and the exit code that is expected."""
+_ORPHANS_SECONDS = 20.0
+
+
+def _signalled(
+    workshop: Workshop, command: str, output: Path, target: str, numbers: Sequence[signal.Signals], code: int
+) -> Row:
+    """Start a command, signal it after some steps, and tell how it ended, what lives on, and what it saved."""
+    models = [str(workshop.model)] * (2 if command == "distill" else 1)
+    data = ("--dataset", str(workshop.directory / "text.txt"), "--seq-len", "32", "--output-dir", str(output))
+    steps = ("--max-steps", "20000", "--evaluation-samples", "2", "--logging-steps", "1", "--hang-timeout", "15")
+    layout = ("--hardware", "2xCPU", "--strategy", "ddp", "--global-batch-size", "2", "--micro-batch-size", "1")
+    log = output.with_name("log")
+    cold = {name: value for name, value in os.environ.items() if name != "PYTHON_EXEC"}
+    with log.open("w") as told:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardwright", command, *models, *data, *steps, *layout],
+            stdout=told,
+            stderr=told,
+            env=cold,
+            start_new_session=True,
+        )
+    family = _running(process, output, log)
+    for index, number in enumerate(numbers):
+        # What comes within two seconds of the first is the same request.
+        time.sleep(2.5 * index)
+        for one in family[target]:
+            with contextlib.suppress(psutil.Error):
+                one.send_signal(number)
+    began = time.monotonic()
+    try:
+        ended = process.wait(timeout=120)
+    except subprocess.TimeoutExpired:
+        ended = None
+    seconds = time.monotonic() - began
+    _, orphans = psutil.wait_procs(family["all"], timeout=_ORPHANS_SECONDS if ended is not None else 0)
+    left = time.monotonic() - began
+    for one in orphans:
+        one.kill()
+    whole = sorted(path.parent.name for path in output.glob("checkpoints/*/checkpoint_complete.json"))
+    lines = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    happened = (
+        f"exit {ended} after {seconds:.0f} s, all gone after {left:.0f} s, {len(orphans)} orphans, saved: {whole}"
+    )
+    saves = code in (143, 130) and len(numbers) == 1
+    right = ended == code and not orphans and bool(whole) == saves and "Traceback" not in "".join(lines)
+    return {"happened": f"{happened}; {(lines or [''])[0][:160]}", "expected": right}
+
+
+def _running(process: subprocess.Popen[bytes], output: Path, log: Path) -> dict[str, list[psutil.Process]]:
+    """Return the processes of a command by their part in it, once its ranks have taken some steps."""
+    metrics = output / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
+            command = psutil.Process(process.pid)
+            (launcher,) = command.children()
+            ranks = launcher.children()
+            found = {"command": [command], "launcher": [launcher], "rank": ranks[-1:]}
+            return found | {"all": [command, launcher, *ranks]}
+        time.sleep(0.2)
+    process.kill()
+    raise AssertionError(f"it took no step: {log.read_text()[-2000:]}")
 
 
 def hub(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
@@ -265,6 +365,7 @@ PARTS: dict[str, Callable[[Workshop, Sequence[str]], Iterator[Row]]] = {
     "checkpoints": checkpoints,
     "ranks": other_ranks,
     "models": models,
+    "commands": commands,
     "hub": hub,
 }
 __all__ = ["ENGINES", "PARTS", "run"]

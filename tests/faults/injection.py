@@ -66,7 +66,7 @@ def install() -> None:
     from transformers import Trainer, trainer
 
     if fault.phase == "load":
-        _before(Trainer, "_load_optimizer_and_scheduler", lambda _: happen(fault))
+        _before(Trainer, "__init__", lambda _: happen(fault))
         return
     if fault.kind in ("nan-loss", "inf-gradient"):
         _break_training_step(Trainer, fault)

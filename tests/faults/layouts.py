@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,15 @@ class Workshop:
         plan = self._plan(engine)
         planned = json.loads((plan / "training_arguments.json").read_text())
         return planned | arguments | {"deepspeed": str(plan / "ds_config.json")}
+
+    def plan_of(self, model: Path) -> Path:
+        """Write a plan of the sound model that names another place, as when a model was damaged after planning."""
+        directory = model.parent / "plan"
+        if not directory.exists():
+            shutil.copytree(self._plan("zero2"), directory)
+            file = directory / "plan.json"
+            file.write_text(file.read_text().replace(str(self.model), str(model)))
+        return directory
 
     def _plan(self, engine: str) -> Path:
         """Write the plan of a DeepSpeed layout, once."""

@@ -10,6 +10,7 @@ TITLES = {
     "kills": "Kills in the middle of a file operation of a save",
     "disks": "Full and failing disks while saving",
     "signals": "Signals to one rank",
+    "commands": "Signals through whole commands",
     "checkpoints": "Damaged checkpoints",
     "ranks": "Other ranks than saved the checkpoint",
     "models": "Broken models",

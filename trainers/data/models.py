@@ -13,14 +13,13 @@ from typing import Any
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...plugins.bitsandbytes.checkpoint import keep_layout
 from ...plugins.bitsandbytes.sharded_loading import is_divided, on_host, place_for_division
-from ...plugins.huggingface_hub.hub import read_model_source
+from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.peft.lora import four_bit_loading
 from ...plugins.transformers.sound_model import (
     check_config,
     check_weights,
     load_causal_lm,
-    refuse_code,
     refused_by_name,
 )
 from ...plugins.transformers.training_arguments import byte_tokenizer
@@ -52,12 +51,13 @@ def load_config(source: StartingModel) -> Any:
     """
     from transformers import AutoConfig
 
-    if Path(source.model).exists():
-        check_config(source.model)
-    else:
-        refuse_code(read_model_source(source.model, revision=source.revision).config, source.model)
+    place = model_directory(source.model, revision=source.revision, weights=False)
+    check_config(str(place))
     with refused_by_name(source.model):
-        return AutoConfig.from_pretrained(source.model, revision=source.revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+    if not Path(source.model).expanduser().exists():
+        config._name_or_path, config._commit_hash = source.model, place.name
+    return config
 
 
 def load_model(
@@ -98,9 +98,9 @@ def load_model(
         with torch.device("meta") if for_stages else nullcontext():
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if for_stages and source.method == "full":
-        if place.is_dir():
-            check_weights(place)
-        return source.model
+        place = model_directory(source.model, revision=source.revision)
+        check_weights(place)
+        return str(place)
     divided = source.method == "qlora" and is_divided(engine)
     host: AbstractContextManager[dict[str, Any]] = on_host() if divided else nullcontext({})
     with host as placement:
@@ -132,7 +132,9 @@ def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
         note_on_first_rank(f"{place} has no tokenizer: text is split into bytes")
         return byte_tokenizer(vocab_size)
     revision = None if source.tokenizer else source.revision
-    tokenizer = AutoTokenizer.from_pretrained(str(place), revision=revision, trust_remote_code=False)
+    directory = model_directory(str(place), revision=revision, weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+    tokenizer.name_or_path = str(place)
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         rule = f"its ids must be below the model's vocab_size = {vocab_size}, the largest is {largest}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from .text import read_utf8
 
 PYTHON_HELP = "python-help"
 """Names the topics of Python's own help, which every installation holds."""
@@ -61,6 +62,16 @@ def parse_source(text: str) -> Source:
         rule = "no such file or directory"
         raise UsageError(Fault(where="dataset", value=text, rule=rule, fix=f"or a Hub id, or {PYTHON_HELP}"))
     return Source(name=name, config=config or None, limit=limit)
+
+
+def local_place(text: str | None) -> str | None:
+    """Return the path that a dataset is read from; `None` where it is none, or none that exists.
+
+    >>> local_place("imdb#2000")
+    """
+    if text is None:
+        return None
+    return next((name for name in (text, text.rpartition("#")[0]) if name and Path(name).exists()), None)
 
 
 def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
@@ -115,7 +126,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
 
 
 def _text_rows(path: Path) -> Iterator[Row]:
-    yield {"text": path.read_text(encoding="utf-8")}
+    yield {"text": read_utf8(path, where="dataset")}
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:

@@ -6,16 +6,42 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError, collecting
 
 
 def read_documents(files: Sequence[Path] | None) -> list[str]:
-    """Return the texts to train on: one document per file, or the topics of Python's own help."""
+    """Return the texts to train on: one document per file, or the topics of Python's own help.
+
+    Raises:
+        UsageError: files cannot be read, or are not UTF-8; names all of them.
+    """
     if files:
-        return [path.read_text(encoding="utf-8") for path in files]
+        faults: list[Fault] = []
+        documents = []
+        for path in files:
+            with collecting(faults):
+                documents.append(read_utf8(path, where="--text"))
+        if faults:
+            raise UsageError(faults)
+        return documents
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
+
+
+def read_utf8(path: Path, *, where: str) -> str:
+    """Return the text of a file; `where` names what it is for.
+
+    Raises:
+        UsageError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        rule = f"is not UTF-8 text ({error.reason} at byte {error.start})"
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror})"
+    raise UsageError(Fault(where=where, value=str(path), rule=rule, fix="give UTF-8 text"))
 
 
 def pack(documents: Sequence[str], tokenizer: Any, seq_len: int) -> list[dict[str, Any]]:

@@ -8,13 +8,12 @@ from typing import Any
 
 from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
-from ...plugins.huggingface_hub.time_limit import fetch_snapshot
+from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.transformers.sound_model import loading_faults, refuse_code
+from ...plugins.transformers.sound_model import loading_faults, refuse_code, refused_by_name
 from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
 from ..formats.spqr_format import QUANT_METHOD
 
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -82,9 +81,9 @@ def read_subject(where: str, role: str, *, revision: str | None) -> Subject:
         raise type(error)(renamed) from None
     refuse_code(source.config, role)
     _check_weights(source, role)
-    place = where if source.revision is None else source.name
+    place = model_directory(source.name, revision=source.revision, weights=False)
     try:
-        config = AutoConfig.from_pretrained(place, revision=source.revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise RefusedInputError(Fault(where=role, value=where, rule=_one_line(error))) from None
     fault = _causal_fault(config, role, where)
@@ -128,17 +127,9 @@ def local_directory(subject: Subject) -> Path:
         ShardwrightError: the Hub does not give the files.
         RefusedInputError: the repository has no safetensors.
     """
-    if subject.source.revision is None:
-        return Path(subject.source.name)
     name = subject.source.name
-    try:
-        found = fetch_snapshot(name, revision=subject.source.revision, patterns=_FILES)
-    except Exception as error:
-        # Whatever the connection, the cache or the disk raises.
-        raise ShardwrightError(
-            f"{subject.role} = {name!r}: cannot be fetched ({type(error).__name__}: {error})"
-        ) from None
-    if not any(found.glob("*.safetensors")):
+    found = model_directory(name, revision=subject.source.revision)
+    if subject.source.revision is not None and not any(found.glob("*.safetensors")):
         rule = "has no safetensors weights; other formats can run code"
         raise RefusedInputError(Fault(where=subject.role, value=name, rule=rule, fix="convert them"))
     return found
@@ -193,7 +184,7 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
     from transformers import AutoModelForCausalLM
 
     try:
-        with without_bars():
+        with without_bars(), refused_by_name(subject.name):
             model, found = AutoModelForCausalLM.from_pretrained(
                 str(directory),
                 dtype=dtype,
@@ -201,17 +192,19 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
+            if faults := loading_faults(found, subject.name):
+                raise RefusedInputError(faults)
             model.eval()
             with torch.inference_mode():
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    except ShardwrightError:
+        raise
     except Exception as error:
         # A format's own library raises whatever it likes.
         rule = f"cannot be loaded ({type(error).__name__}: {_one_line(error)})"
         raise ShardwrightError(f"{subject.role} = {subject.source.name!r}: {rule}") from None
-    faults = loading_faults(found, subject.name)
-    if faults:
-        raise RefusedInputError(faults)
     return model
 
 

@@ -12,6 +12,7 @@ from ...ds_configs.specs.errors import Fault, UsageError
 from ..data.chat import IGNORED_LABEL, special_prefix, special_suffix
 from ..data.samples import load_samples
 from ..data.sources import PYTHON_HELP
+from ..data.text import read_utf8
 
 Window = dict[str, list[int]]
 
@@ -112,7 +113,7 @@ def windows_of(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[Win
 
 
 def _file_tokens(files: Sequence[Path], tokenizer: Any, seq_len: int) -> list[int]:
-    texts = [_read_text(path) for path in files]
+    texts = [read_utf8(path, where="--text") for path in files]
     if not any(text.strip() for text in texts):
         raise UsageError(Fault(where="--text", value=", ".join(map(str, files)), rule="has no text"))
     before, after = special_prefix(tokenizer), special_suffix(tokenizer)
@@ -124,15 +125,6 @@ def _file_tokens(files: Sequence[Path], tokenizer: Any, seq_len: int) -> list[in
         fix = "lower --seq-len or give more text"
         raise UsageError(Fault(where="--text", value=", ".join(map(str, files)), rule=rule, fix=fix))
     return tokens
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(Fault(where="--text", value=str(path), rule=f"is not UTF-8 text ({error.reason})")) from None
-    except OSError as error:
-        raise UsageError(Fault(where="--text", value=str(path), rule=f"cannot be read ({error.strerror})")) from None
 
 
 def _dataset_windows(request: TextRequest, tokenizer: Any, seq_len: int, stride: int) -> list[Window]:

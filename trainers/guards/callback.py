@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import Any, Literal
+from typing import Any
 
 from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.settings import HANG_SECONDS, NONFINITE_STEPS, NonFiniteAction
 from ...plugins.launching.notes import Notify, note_on_first_rank
 from ...plugins.transformers.finite_weights import (
     gathered,
@@ -24,12 +25,9 @@ from ...plugins.transformers.finite_weights import (
     refuse_nonfinite_weights,
     shortened,
 )
-from .hang import HangWatch
+from .hang import HangWatch, watch_of_rank
 from .signals import StoppedBySignalError, StopRequest
 
-NonFiniteAction = Literal["stop", "skip"]
-NONFINITE_STEPS = 3
-HANG_SECONDS = 1800.0
 STOP_SECONDS = 600.0
 
 
@@ -72,6 +70,7 @@ class GuardCallback(TrainerCallback):
         self._notify = notify or note_on_first_rank
         self._request = StopRequest(stop_seconds)
         self._watch: HangWatch | None = None
+        self._own_watch: HangWatch | None = None
         self._trainer: Any = None
         self._loss_is_bad: Any = None
         self._norm: Any = None
@@ -125,8 +124,12 @@ class GuardCallback(TrainerCallback):
         refuse_nonfinite_weights(model, what="the model that is to be trained", allowed=self._allow)
         self._in_a_row, self._signal = 0, 0
         self._request.install()
-        if self._hang_seconds is not None:
-            self._watch = HangWatch(self._hang_seconds, args.process_index)
+        self._watch = watch_of_rank()
+        if self._watch is not None:
+            self._watch.in_steps(True, "the start of training")
+        elif self._hang_seconds is not None:
+            self._own_watch = self._watch = HangWatch(self._hang_seconds, args.process_index)
+            self._watch.in_steps(True, "the start of training")
             self._watch.start()
 
     def on_pre_optimizer_step(
@@ -208,7 +211,9 @@ class GuardCallback(TrainerCallback):
         """Give the signals back and watch no longer; also where an exception ends the training."""
         self._request.remove()
         if self._watch is not None:
-            self._watch.end()
+            self._watch.in_steps(False, "the end of training")
+        if self._own_watch is not None:
+            self._own_watch.end()
 
     def _beat(self, where: str) -> None:
         if self._watch is not None:

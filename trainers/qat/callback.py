@@ -18,6 +18,9 @@ from ...plugins.deepspeed.engine import share_with_zero3
 from ...plugins.deepspeed.engine_layers import stages_of
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import run_faults
+from ..checkpoints.agreement import on_first_rank
+from ..checkpoints.record import RECORD
+from ..checkpoints.selection import checkpoints, newest_whole
 from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
 from .rounding.attach import attach
 from .rounding.attachment import ATTRIBUTE, Attachment, attachment_of
@@ -116,7 +119,7 @@ class QATCallback(TrainerCallback, ExportableState):
             _raise(foreign_optimizer_faults(attachment))
         place = args.resume_from_checkpoint
         if isinstance(place, bool) and place:
-            place = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+            place = on_first_rank(lambda: _newest(Path(args.output_dir)))
         if place:
             _raise(resume_faults(attachment, Path(place), type(self).__name__))
 
@@ -238,3 +241,11 @@ def _training_dtype(arguments: Any) -> torch.dtype | None:
     if getattr(arguments, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(arguments, "fp16", False) else None
+
+
+def _newest(output_dir: Path) -> str | None:
+    """Return the newest whole checkpoint; where `CheckpointCallback` marked none, the one that the Trainer takes."""
+    if any((path / RECORD).is_file() for path in checkpoints(output_dir).values()):
+        return str(newest_whole(output_dir).path)
+    found: str | None = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    return found

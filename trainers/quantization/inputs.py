@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.write import output_faults
+from ...ds_configs.plan.output import disk_faults, output_faults
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.memory import QuantizationMemory
 from ...ds_configs.quantization.methods import METHODS, MethodName, needs_calibration
@@ -23,6 +22,7 @@ from ...plugins.launching.notes import Notify
 from ...plugins.transformers.quantization_source import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
+from ..data.sources import local_place
 from ..evaluation.inputs import default_device
 from .journal import journal_faults
 
@@ -101,7 +101,8 @@ def prepare(
     """
     faults: list[Fault] = []
     if output_dir is not None:
-        faults += output_faults(output_dir, force=force, sources={"the model": model})
+        sources = {"the model": model, "the dataset": local_place(settings.dataset)}
+        faults += output_faults(output_dir, force=force, sources=sources)
         faults += journal_faults(output_dir, resume=resume, force=force)
     resolved = source = None
     with collecting(faults):
@@ -200,12 +201,6 @@ def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
                 "lower --batch-size or --seq-len"
             )
     if output_dir is not None:
-        place = next(parent for parent in (output_dir.absolute(), *output_dir.absolute().parents) if parent.is_dir())
-        free = shutil.disk_usage(place).free
-        if prepared.checkpoint_bytes > free:
-            lines.append(
-                f"disk: the checkpoint takes {gigabytes(prepared.checkpoint_bytes)} GB, {gigabytes(free)} GB are free "
-                f"in {place}; free some, or name another --output-dir"
-            )
+        lines += map(str, disk_faults(output_dir, needed_bytes=prepared.checkpoint_bytes))
     if lines:
         raise DoesNotFitError("\n".join(lines))

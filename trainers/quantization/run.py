@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.output import reserved
 from ...ds_configs.plan.write import write_files
 from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
@@ -30,6 +31,7 @@ from ..verify.checkpoint import (
     ReferenceLogits,
     Verification,
     arbitrary_rows,
+    discard_failed,
     fail_output,
     reference_logits,
 )
@@ -84,7 +86,9 @@ def quantize(
     how = {"revision": revision, "device": device, "force": force, "resume": resume}
     prepared = prepare(model, merged, place, notify=notify, **how)  # type: ignore[arg-type]
     with pushed(place, push_to_hub, private=private, notify=notify):
-        return run_prepared(prepared, place, resume=resume, device=device, evaluate=evaluate, notify=notify)
+        return run_prepared(
+            prepared, place, resume=resume, force=force, device=device, evaluate=evaluate, notify=notify
+        )
 
 
 def run_prepared(
@@ -92,6 +96,7 @@ def run_prepared(
     output_dir: Path,
     *,
     resume: bool = False,
+    force: bool = False,
     device: str | None = None,
     evaluate: bool = True,
     notify: Notify = lambda _: None,
@@ -103,6 +108,24 @@ def run_prepared(
     Raises:
         ShardwrightError: a step failed; says which and why.
     """
+    with reserved(output_dir, force=force):
+        return _run(
+            prepared, output_dir, resume=resume, device=device, evaluate=evaluate, notify=notify,
+            report=report, on_evaluation=on_evaluation,
+        )  # fmt: skip
+
+
+def _run(
+    prepared: Prepared,
+    output_dir: Path,
+    *,
+    resume: bool,
+    device: str | None,
+    evaluate: bool,
+    notify: Notify,
+    report: ReportProgress,
+    on_evaluation: OnProgress,
+) -> QuantizationOutcome:
     seconds: dict[str, float] = {}
     if not resume:
         discard_journal(output_dir)
@@ -130,6 +153,7 @@ def run_prepared(
     if not loads:
         notify("Transformers does not load this format without optimum or gptqmodel: it was not reloaded")
     discard_journal(output_dir)
+    discard_failed(output_dir, notify)
     evaluation = None
     if evaluate and loads:
         with _timed(seconds, "evaluating"):

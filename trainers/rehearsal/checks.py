@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from ...ds_configs.check import Finding
 from ...ds_configs.check.files import run_check
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.json_text import strict_json
 from ...plugins.safetensors.reading import load_tensors
 from .files import PlanFiles
 
@@ -101,7 +101,7 @@ def rehearsal_argument_faults(file: Path) -> list[str]:
     from ...plugins.transformers.training_arguments import unknown_argument_faults
 
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = strict_json(file.read_bytes())
     except OSError as error:
         return [f"{file}: cannot be read ({error.strerror}); plan again, or write the file"]
     except ValueError as error:

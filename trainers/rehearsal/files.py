@@ -22,6 +22,7 @@ from ...ds_configs.shrink.layout import (
 )
 from ...ds_configs.specs.errors import UsageError
 from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.json_text import strict_json
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.stages import PipelineStage
 from ...ds_configs.specs.strategy import Strategy
@@ -52,8 +53,8 @@ class PlanFiles:
         if name:
             # The check has warned where Accelerate would not find the file beside the YAML.
             path = Path(name) if Path(name).exists() else directory / name
-            deepspeed = json.loads(path.read_text(encoding="utf-8"))
-        arguments = json.loads((directory / "training_arguments.json").read_text(encoding="utf-8"))
+            deepspeed = strict_json(path.read_bytes())
+        arguments = strict_json((directory / "training_arguments.json").read_bytes())
         return cls(accelerate=accelerate, deepspeed=deepspeed, arguments=arguments)
 
 

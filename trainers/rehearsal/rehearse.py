@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.output import reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...plugins.launching.notes import Notify, OnProgress
@@ -31,6 +32,7 @@ from .checks import (
 from .files import PlanFiles, Rehearsed, choose_ranks, scale_plan, write_rehearsal
 from .launch import LaunchSettings, launch_stage, prepare_launch, rank_records
 from .report import (
+    OWN_FILES,
     PHASES,
     ROLES,
     PredictedPhase,
@@ -81,12 +83,15 @@ def rehearse(
     """
     started = time.monotonic()
     _check_values(steps=steps, time_limit_seconds=time_limit_seconds, ranks=ranks, script=script)
-    with tempfile.TemporaryDirectory(prefix="shardwright-rehearsal-", ignore_cleanup_errors=True) as temporary:
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwright-rehearsal-", ignore_cleanup_errors=True) as temporary,
+        contextlib.ExitStack() as held,
+    ):
         loaded, directory = _plan_directory(plan, Path(temporary))
         target = Path(output_dir) if output_dir is not None else directory / "rehearsal"
         kept = output_dir is not None or not isinstance(plan, Plan)
         if kept:
-            check_output_directory(target, force=force)
+            check_output_directory(target, force=force, model=loaded.model.name if output_dir is not None else None)
         nodes = _launchers(loaded, nodes_as_ranks)
         settings = LaunchSettings(
             directory=directory,
@@ -100,13 +105,15 @@ def rehearse(
             on_progress=on_progress,
         )
         settings.work.mkdir()
+        if kept:
+            held.enter_context(reserved(target, force=force, own=OWN_FILES))
         own = None if script is None else (Path(script), tuple(script_arguments))
         found = _rehearse(loaded, settings, own)
-    source = None if isinstance(plan, Plan) else str(directory)
-    found = replace(found, source=source, seconds=time.monotonic() - started)
-    if kept:
-        found = replace(found, files=tuple(str(target / name) for name in rehearsal_files(found)))
-        write_report(found, target)
+        source = None if isinstance(plan, Plan) else str(directory)
+        found = replace(found, source=source, seconds=time.monotonic() - started)
+        if kept:
+            found = replace(found, files=tuple(str(target / name) for name in rehearsal_files(found)))
+            write_report(found, target)
     return found
 
 

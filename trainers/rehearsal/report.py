@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan.notebook import result_html
+from ...ds_configs.plan.output import output_faults
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import output_faults, write_files
+from ...ds_configs.plan.write import write_files
 from ...ds_configs.shrink.config import Change
 from ...ds_configs.specs.errors import UsageError
 from .checks import Check
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 """Version of `rehearsal.json` and of `rehearse --format json`."""
-REPORT_FILE, CHART_FILE = "rehearsal.json", "rehearsal.png"
+REPORT_FILE, CHART_FILE = OWN_FILES = "rehearsal.json", "rehearsal.png"
 ROLES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 PHASES = ("loss", "backward", "step")
 _COLOURS = ("#4477aa", "#228833", "#ccbb44", "#ee6677", "#66ccee", "#bbbbbb")
@@ -123,14 +124,20 @@ class Rehearsal:
         }
 
 
-def check_output_directory(directory: Path, *, force: bool) -> None:
+def check_output_directory(directory: Path, *, force: bool, model: str | None) -> None:
     """Refuse a directory that holds anything but an earlier rehearsal's two files, unless `force` is set.
 
+    Args:
+        directory: Where the report goes.
+        force: Whether it may lie beside other files.
+        model: The plan's model, where somebody named the directory; a plan may lie in its model's own.
+
     Raises:
-        UsageError: it is a file, or holds something else.
+        UsageError: it is a file, holds something else, or cannot be written.
     """
     fix = "use --force to write beside it"
-    if faults := output_faults(directory, force=force, own=(REPORT_FILE, CHART_FILE), fix=fix):
+    sources = {"the model": model}
+    if faults := output_faults(directory, force=force, own=OWN_FILES, sources=sources, fix=fix):
         raise UsageError(faults)
 
 

@@ -27,6 +27,7 @@ from ..checkpoints.agreement import on_first_rank
 from ..checkpoints.selection import Selection
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
+from ..guards.hang import watched
 from .checkpoints import whole_checkpoint
 from .guarded import train_guarded
 from .settings import (
@@ -166,7 +167,7 @@ def train_recorded(trainer: Any, job: LaunchedJob, resumed: Selection | None, *,
     recorder = step_recorder(Path(job.output_dir), evaluates_last=evaluates_last)
     trainer.add_callback(recorder)
     trainer.add_callback(progress_callback())
-    train_guarded(trainer, resume=resumed)
+    train_guarded(trainer, resume=resumed, **job.settings.guards())
     return recorder
 
 
@@ -227,4 +228,10 @@ def run_rank(kind: type[Job], work: Callable[[Job, Path], None]) -> None:
         work: Does what the job says; receives the job and the directory of its file.
     """
     file = Path(sys.argv[1])
-    recorded(lambda: work(kind.model_validate_json(file.read_text(encoding="utf-8")), file.parent))()
+
+    def watched_work() -> None:
+        job = kind.model_validate_json(file.read_text(encoding="utf-8"))
+        with watched(job.hang_seconds):
+            work(job, file.parent)
+
+    recorded(watched_work)()

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ...ds_configs.plan.output import disk_faults, reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
 from ...ds_configs.plan.write import write_files
+from ...ds_configs.specs.errors import DoesNotFitError
+from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.huggingface_hub.push import pushed
 from ...plugins.launching.notes import Notify, OnProgress
 from ..data.samples import Samples
@@ -80,6 +83,16 @@ class PreparedTraining(ABC, Generic[Outcome]):
         """
 
     @property
+    @abstractmethod
+    def models(self) -> Mapping[str, str]:
+        """Models that ranks load weights of, by the setting that holds the revision of each."""
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that the trained weights will take at least: two for each where all are saved."""
+        return 2 * self.plan.model.parameter_count if self.settings.method == "full" else 0
+
+    @property
     def file_names(self) -> tuple[str, ...]:
         """Files that a run writes, beside the model's weights and checkpoints."""
         return (*(f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names), *self.own_file_names)
@@ -90,6 +103,7 @@ def run_training(
     output_dir: Path,
     *,
     resume: bool = False,
+    force: bool = False,
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
 ) -> Outcome:
@@ -99,14 +113,22 @@ def run_training(
         prepared: What the command found.
         output_dir: Where model, plan and report go.
         resume: Go on from the last checkpoint.
+        force: Write into a directory that holds other files.
         notify: Receives remarks.
         on_progress: Hears of every optimizer step.
 
     Raises:
+        UsageError: another run writes to the directory.
+        DoesNotFitError: the model does not fit on its disk.
         ShardwrightError: a rank failed; says which and why.
     """
+    if faults := disk_faults(output_dir, needed_bytes=prepared.least_bytes):
+        raise DoesNotFitError("\n".join(map(str, faults)))
     settings = prepared.settings
-    with pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify):
+    with (
+        reserved(output_dir, force=force or resume),
+        pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify),
+    ):
         return _run_training(prepared, output_dir, resume=resume, notify=notify, on_progress=on_progress)
 
 
@@ -118,7 +140,8 @@ def _run_training(
     plan_directory = output_dir.absolute() / PLAN_DIRECTORY
     with tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
-        job = prepared.job(_job_fields(prepared, output_dir, resume=resume), work, resume=resume, notify=notify)
+        fields = _job_fields(prepared, output_dir, resume=resume) | {"settings": _with_weights_here(prepared)}
+        job = prepared.job(fields, work, resume=resume, notify=notify)
         plan.write(plan_directory, force=True)
         strategy = plan.chosen.strategy
         if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
@@ -152,11 +175,19 @@ def _write_samples(samples: Samples, work: Path) -> None:
         enable_progress_bars()
 
 
+def _with_weights_here(prepared: PreparedTraining[Any]) -> LaunchedSettings:
+    """Fetch what the Hub has of the models, once for all ranks, and return the settings with its commits."""
+    settings, commits = prepared.settings, {}
+    for field, model in prepared.models.items():
+        if not Path(model).expanduser().exists():
+            commits[field] = model_directory(model, revision=getattr(settings, field)).name
+    return settings.model_copy(update=commits)
+
+
 def _job_fields(prepared: PreparedTraining[Any], output_dir: Path, *, resume: bool) -> dict[str, Any]:
     plan, statistics = prepared.plan, prepared.samples.statistics
     teacher = plan.chosen.teacher
     return {
-        "settings": prepared.settings,
         "training_arguments": _arguments(prepared, output_dir),
         "output_dir": str(output_dir.absolute()),
         "placement": "replica" if teacher is None else teacher.placement,

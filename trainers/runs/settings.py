@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...ds_configs.plan.write import output_faults
+from ...ds_configs.plan.output import output_faults
 from ...ds_configs.specs.errors import Fault
 from ...ds_configs.specs.job import Method
 from ...ds_configs.specs.settings import (
+    GuardSettings,
     HardwareSettings,
     HubSettings,
     Names,
@@ -45,7 +46,7 @@ class ObjectiveSettings(TeacherPlacementSettings):
     teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
-class LaunchedSettings(TrainingSettings, HardwareSettings, DataSettings, HubSettings):
+class LaunchedSettings(TrainingSettings, GuardSettings, HardwareSettings, DataSettings, HubSettings):
     """Settings that every launched training has."""
 
     group = "Training"
@@ -88,6 +89,11 @@ class RankJob(BaseModel):
 
     training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
 
+    @property
+    def hang_seconds(self) -> float | None:
+        """Seconds that a rank may stand still; `None` for as long as it wants."""
+        return None
+
 
 class LaunchedJob(RankJob):
     """Job of every rank of a training."""
@@ -100,6 +106,11 @@ class LaunchedJob(RankJob):
     train_tokens: int = Field(description="tokens of one epoch")
     resume: bool = Field(description="whether to go on from the last checkpoint")
 
+    @property
+    def hang_seconds(self) -> float | None:
+        """Seconds that a rank may stand still; `None` for as long as it wants."""
+        return self.settings.hang_seconds
+
 
 def launched_faults(settings: LaunchedSettings) -> list[Fault]:
     """Return a fault where no dataset is named, or a tracker or the Hub is not ready for the run."""
@@ -110,7 +121,7 @@ def launched_faults(settings: LaunchedSettings) -> list[Fault]:
 
 
 def run_output_faults(directory: Path, *, force: bool, resume: bool, sources: Mapping[str, str | None]) -> list[Fault]:
-    """Return what stands in the way of writing to a directory; `sources` are the models that are read, by part."""
+    """Return what stands in the way of writing to a directory; `sources` are what is read, by part."""
     fix = "use --force to write into it, or --resume to go on from its last checkpoint"
     faults = output_faults(directory, force=force or resume, sources=sources, fix=fix)
     if resume and not directory.is_file() and last_checkpoint(directory) is None:

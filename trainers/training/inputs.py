@@ -14,6 +14,7 @@ from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan as make_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, check_seq_len, load_config, load_tokenizer
+from ..data.sources import local_place
 from ..runs.inputs import (
     chosen_hardware,
     evaluation_batch_size,
@@ -38,6 +39,11 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
     """Hub id, directory or `config.json`."""
 
     worker = f"{__package__}.worker"
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Models that ranks load weights of, by the setting that holds the revision of each."""
+        return {"revision": self.model}
 
     @property
     def own_file_names(self) -> tuple[str, ...]:
@@ -78,7 +84,7 @@ def prepare_train(
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
     faults = train_settings_faults(settings)
     if not dry_run:
-        sources: dict[str, str | None] = {"the model": model, "the plan": settings.plan}
+        sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
         faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
     given = loaded = hardware = tokenizer = samples = None
     if settings.plan is not None:
@@ -103,7 +109,7 @@ def prepare_train(
         raise UsageError(faults)
     assert hardware and loaded and tokenizer and samples, "what failed left a fault"
     plan = given or make_plan(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
-    faults = planned_argument_faults(settings, plan)
+    faults = planned_argument_faults(settings, plan) + settings.engine_faults(plan.chosen.strategy.engine)
     at_once = settings.arg.get("per_device_eval_batch_size")
     most = evaluation_batch_size(plan, min(settings.evaluation_samples, len(samples.evaluation)))
     if at_once is not None and at_once not in range(1, most + 1):

@@ -52,4 +52,4 @@ def train(
     with redirect_stdout(sys.stderr):
         found = settings_of(TrainSettings, settings)
         prepared = prepare_train(found, model, place, notify=notify, force=force, resume=resume)
-        return run_training(prepared, place, resume=resume, notify=notify, on_progress=on_progress)
+        return run_training(prepared, place, resume=resume, force=force, notify=notify, on_progress=on_progress)

@@ -54,7 +54,7 @@ def train_on_rank(job: TrainJob, work: Path) -> None:
     trainer.add_callback(_before_training(trainer, strategy))
     recorder = train_recorded(trainer, job, resumed, evaluates_last=False)
     after = held_out(trainer, strategy)
-    save_model_directory(trainer, job.output_dir)
+    save_model_directory(trainer, job.output_dir, allow_nonfinite=job.settings.allow_nonfinite)
     end_rank(trainer, lambda peak: _result(trainer, recorder, job, peak, after), work)
 
 

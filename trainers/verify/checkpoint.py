@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.compressed_tensors.layout import layout_differences
 from ...plugins.launching.elastic import signal_name
 from ...plugins.launching.launch import interpreter
+from ...plugins.launching.notes import Notify
 from ...plugins.safetensors.reading import load_tensors
 from .reload_worker import FACTS, LOGITS
 
@@ -182,6 +185,19 @@ def fail_output(staging: Path, output_dir: Path, verification: Verification) -> 
         place = output.with_name(f"{output.name}.failed-{number}")
         number += 1
     (staging / REASON_FILE).write_text("\n".join(verification.faults) + "\n", encoding="utf-8")
-    staging.rename(place)
+    try:
+        staging.rename(place)
+    except OSError:
+        # The output is a mount of its own.
+        place = staging.rename(output / "failed")
     place.chmod(0o755)
     return place
+
+
+def discard_failed(output_dir: Path, notify: Notify) -> None:
+    """Remove what `fail_output` kept of earlier runs, once one has passed."""
+    output = output_dir.resolve()
+    for place in (*output.parent.glob(f"{escape(output.name)}.failed*"), output / "failed"):
+        if (place / REASON_FILE).is_file():
+            shutil.rmtree(place, ignore_errors=True)
+            notify(f"removed {place}, which an earlier run left")

@@ -7,4 +7,5 @@
 # Assumes a common server where you stated nothing: host_bytes_per_node = 2.199e+12.
 set -euo pipefail
 directory="$(cd "$(dirname "$0")" && pwd)"
-exec accelerate launch --config_file "$directory"/accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.1-8B --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "$@"
+python="$(command -v python || command -v python3)"
+exec "$python" -m shardwright.plugins.launching.elastic accelerate launch --config_file "$directory"/accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.1-8B --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "$@"

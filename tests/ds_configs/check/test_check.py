@@ -24,7 +24,16 @@ def test_good_deepspeed_files_have_no_findings(config: dict[str, Any]) -> None:
     assert check_text(json.dumps(config, indent="\t"), filename="ds_config.json", world_size=8) == ()
 
 
-@pytest.mark.parametrize("text", [FSDP2, DEEPSPEED_YAML, FSDP2.replace("\n", "\r\n")], ids=["fsdp2", "ds", "crlf"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        FSDP2,
+        DEEPSPEED_YAML,
+        FSDP2.replace("\n", "\r\n"),
+        FSDP2.replace("fsdp_version: 2\n", "fsdp_version: 2\n  fsdp_ignored_modules: null\n"),
+    ],
+    ids=["fsdp2", "ds", "crlf", "null"],
+)
 def test_good_accelerate_files_have_no_findings(text: str) -> None:
     assert check_text(text, filename="accelerate.yaml") == ()
 

@@ -128,7 +128,7 @@ def test_launch_script_passes_awkward_words_through(tmp_path):
     plan = make_plan(model, NODE, TrainingJob(strategy="zero2"))
     target = tmp_path / "a plan"
     plan.write(target)
-    fake = tmp_path / "bin" / "accelerate"
+    fake = tmp_path / "bin" / "python"
     fake.parent.mkdir()
     fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from shardwright.ds_configs.plan.write import output_faults, replacing, write_files
+from shardwright.ds_configs.plan.write import replacing, write_files
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 
 
@@ -18,26 +18,6 @@ def test_files_are_readable_and_scripts_run(tmp_path):
     assert [path.name for path in paths] == ["a.json", "b.sh", "c.png"]
     assert [path.stat().st_mode & 0o777 for path in paths] == [0o644, 0o755, 0o644]
     assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == ["a.json", "b.sh", "c.png"]
-
-
-def test_one_rule_on_what_may_be_replaced(tmp_path):
-    out, model = tmp_path / "out", tmp_path / "model"
-    model.mkdir()
-    assert output_faults(out, force=False) == []
-    out.mkdir()
-    (out / "report.json").touch()
-    assert output_faults(out, force=False, own=("report.json",)) == output_faults(out, force=True) == []
-    (fault,) = output_faults(out, force=False)
-    assert "exists and is not empty; use --force" in str(fault)
-    (out / "notes.txt").touch()
-    (fault,) = output_faults(out, force=False, own=("report.json",))
-    assert "holds 'notes.txt'" in fault.rule
-    (fault,) = output_faults(out / "notes.txt", force=True)
-    assert fault.rule == "is a file"
-    (tmp_path / "link").symlink_to(model)
-    sources = {"the model": str(model), "the teacher": None}
-    (fault,) = output_faults(tmp_path / "link", force=True, sources=sources)
-    assert "is the model itself" in fault.rule
 
 
 def test_a_directory_in_the_way_is_named_before_anything_is_written(tmp_path):

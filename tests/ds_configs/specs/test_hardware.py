@@ -188,7 +188,7 @@ def test_what_is_no_description_is_refused(data: object) -> None:
         ("gpu: " + "[" * 2000, "is not valid YAML"),
         ("gpu: [A100-80GB]", "must be one plain value"),
         ("a: &a [x, x]\nb: &b [*a, *a]\ngpu: [*b, *b]", "must be one plain value"),
-        ("gpu: A100-80GB\n# " + "x" * 2**20, "is over 1048576 bytes"),
+        ("gpu: A100-80GB\n# " + "x" * 2**20, "is over 65536 bytes"),
     ],
 )
 def test_yaml_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:

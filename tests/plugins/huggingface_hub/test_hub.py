@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from paths import TESTS
@@ -99,6 +100,8 @@ class Hub(BaseHTTPRequestHandler):
     """As much of the Hub as planning asks for: `/api/models` and `/resolve` with ranges."""
 
     protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[tuple[float, str]]] = []
+    """When, and for what."""
 
     def log_message(self, format: str, *args: object) -> None: ...
 
@@ -106,6 +109,7 @@ class Hub(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        self.asked.append((time.time(), f"{self.command} {self.path}"))
         parts = self.path.split("?")[0].strip("/").split("/")
         api = parts[:2] == ["api", "models"]
         repository = "/".join(parts[2:4] if api else parts[:2])
@@ -280,12 +284,29 @@ def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     del FILES["org/whole"], FILES["org/pickled"]
 
 
-def test_a_model_of_the_hub_is_quantized_at_its_commit(hub: str, tmp_path: Path, whole_repository: str) -> None:
-    output, home = tmp_path / "q", tmp_path / "home"
+def test_a_model_of_the_hub_is_quantized_and_trained_at_its_commit(
+    hub: str, tmp_path: Path, whole_repository: str
+) -> None:
+    output, home, trained = tmp_path / "q", tmp_path / "home", tmp_path / "trained"
     scheme = ("--scheme", "W8A16", "--group-size", "32")
     flags = (*scheme, "--output-dir", str(output), "--no-evaluate", "--format", "json")
-    cases = [["quantize", whole_repository, *flags], ["quantize", "org/pickled", *flags, "--force"]]
-    (code, out, err), (refused, _, why) = drive(hub, home, cases)
+    data = ("--dataset", "python-help#20", "--seq-len", "64", "--max-steps", "1", "--evaluation-samples", "2")
+    training = ("--hardware", "2xCPU", "--strategy", "ddp", "--method", "lora", "--output-dir", str(trained))
+    cases = [
+        ["train", whole_repository, *data, *training],
+        ["quantize", whole_repository, *flags],
+        ["quantize", "org/pickled", *flags, "--force"],
+    ]
+    (trains, _, told), (code, out, err), (refused, _, why) = drive(hub, home, cases)
+    assert trains == 0, told
+    job = json.loads((trained / "plan" / "plan.json").read_text())
+    assert job["model"]["revision"] == COMMIT
+    # Weights were fetched once, before the launch; ranks read what lies here.
+    fetched = [path for _, path in Hub.asked if path == f"GET /{whole_repository}/resolve/{COMMIT}/model.safetensors"]
+    assert len(fetched) == 1
+    launched, ended = ((trained / name).stat().st_mtime for name in ("plan/plan.json", "REPORT.md"))
+    assert [path for when, path in Hub.asked if launched < when < ended] == []
+    assert json.loads((trained / "adapter_config.json").read_text())["base_model_name_or_path"] == whole_repository
     assert code == 0, err
     found = json.loads(out)
     assert found["revision"] == COMMIT

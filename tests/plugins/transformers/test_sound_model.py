@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from faults.broken_models import BROKEN, broken_copy
 from shardwright.ds_configs.specs.errors import FaultsError
-from shardwright.plugins.transformers.sound_model import load_causal_lm, missing_tensors
+from shardwright.plugins.safetensors.reading import StoredTensor
+from shardwright.plugins.transformers.sound_model import load_causal_lm, stored_faults
 from small_models import llama
 
 
@@ -44,12 +46,16 @@ def test_unused_tensors_are_named(sound: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_missing_tensors_are_told_from_headers_alone(tied: bool) -> None:
+def test_missing_and_misshapen_tensors_are_told_from_headers_alone(tied: bool) -> None:
     with torch.device("meta"):
         model = llama(hidden_size=32, vocab_size=260, tie_word_embeddings=tied)
-    stored = dict.fromkeys(name for name, _ in model.named_parameters() if name != "lm_head.weight")
-    assert missing_tensors(stored, model) == ([] if tied else ["lm_head.weight"])
-    without_prefix = {name.removeprefix("model."): None for name in stored} | {"lm_head.weight": None}
-    assert missing_tensors(without_prefix, model, base_prefix="model.") == []
-    del stored["model.norm.weight"]
-    assert "model.norm.weight" in missing_tensors(stored, model)
+    every = {name: StoredTensor(dtype="F32", shape=tuple(one.shape)) for name, one in model.named_parameters()}
+    head = every.pop("lm_head.weight", None)
+    assert [fault.value for fault in stored_faults(every, model, "m")] == ([] if tied else [["lm_head.weight"]])
+    whole = every if head is None else every | {"lm_head.weight": head}
+    without_prefix = {name.removeprefix("model."): one for name, one in whole.items()}
+    assert stored_faults(without_prefix, model, "m", base_prefix="model.") == []
+    wrong = whole | {"model.norm.weight": replace(whole["model.norm.weight"], shape=(31,))}
+    del wrong["model.embed_tokens.weight"]
+    missing, other_shape = stored_faults(wrong, model, "m")
+    assert (missing.value, other_shape.value) == (["model.embed_tokens.weight"], ["model.norm.weight"])

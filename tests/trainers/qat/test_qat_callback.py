@@ -11,9 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from shardwright.ds_configs.quantization.combinations import changed
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.peft.lora import add_lora
 from shardwright.trainers import QATCallback, QATConfig
+from shardwright.trainers.checkpoints.record import RECORD
+from shardwright.trainers.qat.callback import _newest
 from shardwright.trainers.qat.checkpoint_record import resume_faults
 from shardwright.trainers.qat.rounding.attach import attach
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -300,3 +302,14 @@ class TestAdapters:
         )
         with pytest.raises(UsageError, match="the output head shares its weight with the token embedding"):
             attach(model, QATConfig(scheme=SCHEME))
+
+
+def test_a_resumed_run_is_compared_with_the_checkpoint_that_is_chosen(tmp_path: Path) -> None:
+    """Marked checkpoints are chosen by whether they are whole; without marks the Trainer takes the newest."""
+    assert _newest(tmp_path) is None
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert _newest(tmp_path) == str(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-2" / RECORD).write_text("{")
+    with pytest.raises(RefusedInputError, match="checkpoint-4"):
+        _newest(tmp_path)

@@ -8,15 +8,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ....ds_configs.plan.output import disk_faults, output_faults, reserved
+from ....ds_configs.specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import Decimals
 from ....plugins.launching.notes import OnProgress
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import stated_samples
 from ...data.settings import DataSettings
+from ...data.sources import local_place
 from .cache_format import RecordFormat
 from .cache_writer import cache_key, finished_shards, weights_identity, write_cache
-from .teacher_cache import CacheKey, TeacherCache
+from .teacher_cache import OWN_FILES, CacheKey, TeacherCache
 
 
 class CacheSettings(DataSettings):
@@ -47,13 +49,23 @@ class CacheJob:
     """Token ids of training and held-out samples."""
 
 
-def prepare_cache(teacher: str, settings: CacheSettings) -> CacheJob:
+def prepare_cache(teacher: str, settings: CacheSettings, output_dir: Path | None = None) -> CacheJob:
     """Read configuration, tokenizer and data; nothing is run or written.
+
+    Args:
+        teacher: Hub id or directory.
+        settings: What to store.
+        output_dir: Where answers will go; `None` where none are written.
 
     Raises:
         UsageError: a setting that cannot be, a dataset without text, a sequence beyond the model's positions.
         RefusedInputError: the teacher's weights are in another format than safetensors.
     """
+    sources = {"the teacher": teacher, "the dataset": local_place(settings.dataset)}
+    if output_dir is not None and (
+        faults := output_faults(output_dir, force=False, sources=sources, own=OWN_FILES, fix="name another directory")
+    ):
+        raise UsageError(faults)
     path = Path(teacher)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         rule = "has no safetensors weights to answer with"
@@ -87,15 +99,28 @@ def run_cache_job(job: CacheJob, directory: Path, *, on_progress: OnProgress) ->
     """Load the teacher and store its answers.
 
     Raises:
+        UsageError: the directory holds other files, or another run writes to it.
+        DoesNotFitError: the answers do not fit on its disk.
         RefusedInputError: the directory holds another cache.
         ShardwrightError: the teacher's logits are no numbers.
     """
+    if faults := disk_faults(directory, needed_bytes=_missing_bytes(job, directory)):
+        raise DoesNotFitError("\n".join(map(str, faults)))
+    with reserved(directory, force=False, own=OWN_FILES):
+        return _store_answers(job, directory, on_progress)
+
+
+def _missing_bytes(job: CacheJob, directory: Path) -> int:
+    """Return what answers take beside those that are there already."""
+    rows = sum(len(ids) for ids in {tuple(ids) for ids in job.samples})
+    return max(0, rows - sum(shard.rows for shard in finished_shards(directory, job.key))) * job.key.layout.record_bytes
+
+
+def _store_answers(job: CacheJob, directory: Path, on_progress: OnProgress) -> TeacherCache:
     import torch
 
     from ....plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
 
-    # A cache that cannot be continued is refused before a teacher is loaded.
-    finished_shards(directory, job.key)
     accelerated = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
     dtype = getattr(torch, job.settings.dtype or ("bfloat16" if accelerated else "float32"))

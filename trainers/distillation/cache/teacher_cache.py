@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ....ds_configs.specs.json_text import strict_json
 from ....plugins.safetensors.reading import check_names, read_header
 from ...losses.objective import TopKTargets
 from .cache_format import CachedAnswers, RecordFormat, decode, log_probabilities
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+OWN_FILES = (MANIFEST, "answers-*.safetensors")
+"""Of a cache; `*` stands for the number of a shard."""
 # 128 bits: the chance that two of 10^12 samples share a hash is about 10^-15.
 HASH_BYTES = 16
 
@@ -78,6 +82,15 @@ class CacheShard:
     """Of the whole file."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
+    """Contents of `manifest.json`."""
+
+    schema_version: int
+    key: CacheKey
+    shards: tuple[CacheShard, ...]
+
+
 def write_manifest(directory: Path, key: CacheKey, shards: Sequence[CacheShard]) -> None:
     """Write what the cache holds, under a temporary name first.
 
@@ -96,13 +109,13 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
     """
     where = f"teacher cache {directory}"
     try:
-        content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        if content["schema_version"] != SCHEMA_VERSION:
-            rule = f"schema version {content['schema_version']}, this version reads {SCHEMA_VERSION}"
+        content = (directory / MANIFEST).read_bytes()
+        version = strict_json(content)["schema_version"]
+        if version != SCHEMA_VERSION:
+            rule = f"schema version {version}, this version reads {SCHEMA_VERSION}"
             raise RefusedInputError(Fault(where=where, rule=rule, fix="write it again"))
-        stored = content["key"]
-        layout = RecordFormat(**{**stored["layout"], "temperatures": tuple(stored["layout"]["temperatures"])})
-        key, shards = CacheKey(**{**stored, "layout": layout}), [CacheShard(**shard) for shard in content["shards"]]
+        manifest: _Manifest = TypeAdapter(_Manifest).validate_json(content, strict=True)
+        key, shards = manifest.key, list(manifest.shards)
     except FileNotFoundError as error:
         rule = f"has no {MANIFEST}"
         raise RefusedInputError(
@@ -111,7 +124,8 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, RefusedInputError):
             raise
-        raise RefusedInputError(Fault(where=f"{where}/{MANIFEST}", rule=f"cannot be read: {error}")) from error
+        rule = f"cannot be read: {' '.join(str(error).split())[:300]}"
+        raise RefusedInputError(Fault(where=f"{where}/{MANIFEST}", rule=rule, fix="write the cache again")) from error
     check_names(str(directory / MANIFEST), [shard.file for shard in shards])
     faults = []
     for shard in shards:
@@ -138,10 +152,8 @@ class TeacherCache:
         self._samples: dict[bytes, tuple[int, int]] = {}
         for shard in shards:
             arrays = _mapped(directory / shard.file)
-            if arrays["records"].shape != (shard.rows, key.layout.record_bytes):
-                rule = f"holds records of shape {list(arrays['records'].shape)}"
-                fix = f"expected {[shard.rows, key.layout.record_bytes]}; write the cache again"
-                raise RefusedInputError(Fault(where=str(directory / shard.file), rule=rule, fix=fix))
+            if faults := _array_faults(arrays, shard, key.layout, str(directory / shard.file)):
+                raise RefusedInputError(faults)
             self._records.append(arrays["records"])
             for digest, start, length in zip(arrays["hashes"], arrays["starts"], arrays["lengths"], strict=True):
                 self._samples[digest.tobytes()] = (self._first_rows[-1] + int(start), int(length))
@@ -247,11 +259,38 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _array_faults(arrays: Mapping[str, Any], shard: CacheShard, layout: RecordFormat, where: str) -> list[Fault]:
+    """Return which arrays of a file are not as the manifest says, or name rows that it does not have."""
+    samples = (shard.samples,)
+    expected = {
+        "records": (np.uint8, (shard.rows, layout.record_bytes)),
+        "hashes": (np.uint8, (*samples, *arrays["hashes"].shape[1:])),
+        "starts": (np.int64, samples),
+        "lengths": (np.int64, samples),
+    }
+    faults = [
+        Fault(where=where, value=name, rule=f"is {array.dtype} of shape {list(array.shape)}", fix=f"expected {wanted}")
+        for name, (kind, shape) in expected.items()
+        if (array := arrays[name]).dtype != kind or array.shape != shape
+        for wanted in [f"{np.dtype(kind)} of shape {list(shape)}; write the cache again"]
+    ]
+    if not faults:
+        starts, lengths = arrays["starts"], arrays["lengths"]
+        outside = (starts < 0) | (lengths < 0) | (lengths > shard.rows) | (starts > shard.rows - lengths)
+        if outside.any():
+            rule = f"{int(outside.sum())} samples have rows that are not there"
+            faults = [Fault(where=where, rule=rule, fix="write the cache again")]
+    return faults
+
+
 def _mapped(path: Path) -> dict[str, Any]:
     """Return the arrays of a file, mapped into memory; safetensors' own reader loads a whole array at once."""
     kinds = {"U8": np.uint8, "I64": np.int64}
     arrays = {
+        # An array without elements cannot be mapped.
         name: np.memmap(path, dtype=kinds[tensor.dtype], mode="r", offset=tensor.first_byte, shape=tensor.shape)
+        if tensor.elements
+        else np.empty(tensor.shape, dtype=kinds[tensor.dtype])
         for name, tensor in read_header(path).tensors.items()
         if tensor.dtype in kinds
     }

@@ -54,4 +54,4 @@ def distill(
     with redirect_stdout(sys.stderr):
         found = settings_of(DistillSettings, settings)
         prepared = prepare_distillation(found, teacher, student, place, notify=notify, force=force, resume=resume)
-        return run_training(prepared, place, resume=resume, notify=notify, on_progress=on_progress)
+        return run_training(prepared, place, resume=resume, force=force, notify=notify, on_progress=on_progress)

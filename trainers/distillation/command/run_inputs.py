@@ -13,6 +13,7 @@ from ....plugins.planning.from_names import plan as make_plan
 from ....plugins.planning.models import LoadedModel, load_model_spec
 from ...data.models import TOKENIZER_FILES, StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples
+from ...data.sources import local_place
 from ...runs.inputs import (
     chosen_hardware,
     evenly_held_out,
@@ -45,6 +46,11 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
     worker = f"{__package__}.worker"
 
     @property
+    def models(self) -> dict[str, str]:
+        """Models that ranks load weights of, by the setting that holds the revision of each."""
+        return {"revision": self.student} | ({} if self.settings.teacher_cache else {"teacher_revision": self.teacher})
+
+    @property
     def own_file_names(self) -> tuple[str, ...]:
         """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
         return distillation_file_names(self.settings)
@@ -55,7 +61,7 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
         cache = self.settings.teacher_cache
         own: dict[str, Any] = {"teacher": self.teacher, "student": self.student, "vocab_size": self.vocab_size}
         if cache:
-            own["settings"] = self.settings.model_copy(update={"teacher_cache": str(Path(cache).absolute())})
+            own["settings"] = common["settings"].model_copy(update={"teacher_cache": str(Path(cache).absolute())})
         arguments = common["training_arguments"] | {"eval_on_start": True}
         return WorkerJob(**{**common, "training_arguments": arguments, **own})
 
@@ -90,7 +96,8 @@ def prepare_distillation(
     dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
     faults = distill_settings_faults(settings)
     if not dry_run:
-        sources = {"the teacher": teacher, "the student": student}
+        sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
+        sources |= {"the dataset": local_place(settings.dataset)}
         faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
     with collecting(faults):
         distillation_config(settings, None)
@@ -117,6 +124,8 @@ def prepare_distillation(
     placement = "cached" if settings.teacher_cache else settings.teacher_placement
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
     plan = make_plan(loaded_student, hardware, job, notify=notify)
+    if faults := settings.engine_faults(plan.chosen.strategy.engine):
+        raise UsageError(faults)
     return PreparedDistillation(
         settings=_with_prompts(settings, samples),
         teacher=teacher,

@@ -39,7 +39,7 @@ def teach(job: WorkerJob, work: Path) -> None:
     student = trained_model(job.student, job.settings, arguments, engine)
     trainer = _trainer(job, work, arguments, student, _teacher(job, arguments, engine), tokenizer)
     recorder = train_recorded(trainer, job, resumed, evaluates_last=True)
-    save_model_directory(trainer, job.output_dir)
+    save_model_directory(trainer, job.output_dir, allow_nonfinite=job.settings.allow_nonfinite)
     end_rank(trainer, lambda peak: _result(trainer, recorder, peak, job), work)
 
 

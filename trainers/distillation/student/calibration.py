@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.huggingface_hub.hub import ModelSource
 from ....plugins.transformers.sound_model import check_config, refused_by_name
 from ...data.models import StartingModel, load_tokenizer
@@ -44,14 +43,7 @@ def teacher_with_batches(
     config = model.config
     positions = getattr(config, "max_position_embeddings", None) or LONGEST_SAMPLE_TOKENS
     tokenizer = load_tokenizer(StartingModel(model=str(directory)), config.vocab_size)
-    samples = pack(_documents(text), tokenizer, min(LONGEST_SAMPLE_TOKENS, positions))
+    samples = pack(read_documents(text), tokenizer, min(LONGEST_SAMPLE_TOKENS, positions))
     spread = samples[:: -(-len(samples) // MOST_SAMPLES)]
     rows_NT = torch.stack([sample["input_ids"] for sample in spread]).to(device)
     return model, [{"input_ids": part_BT} for part_BT in rows_NT.split(_SAMPLES_PER_BATCH)]
-
-
-def _documents(text: tuple[Path, ...]) -> list[str]:
-    try:
-        return read_documents(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(Fault(where="--text", rule=f"cannot be read ({error})", fix="give UTF-8 text files")) from None

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.write import write_files
-from ....ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.huggingface_hub.hub import ModelSource
-from ....plugins.huggingface_hub.time_limit import fetch_snapshot
-from ....plugins.safetensors.reading import INDEX
+from ....plugins.huggingface_hub.model_directory import model_directory
 from ....plugins.safetensors.writing import SHARD_BYTES, appearing_directory, name_shards, save_tensors
-from ...formats.model_directory import COMPANIONS
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +31,7 @@ def teacher_directory(source: ModelSource, where: str) -> Path:
         if not local.is_dir():
             raise UsageError(Fault(where="teacher", value=where, rule="is a file", fix="name the model's directory"))
         return local
-    try:
-        patterns = ["config.json", "*.safetensors", INDEX, *COMPANIONS]
-        return fetch_snapshot(where, revision=source.revision, patterns=patterns)
-    except Exception as error:
-        # Whatever the connection, the cache or the disk raises.
-        raise ShardwrightError(f"teacher = {where!r}: cannot be fetched ({type(error).__name__}: {error})") from None
+    return model_directory(where, revision=source.revision)
 
 
 @dataclass(kw_only=True)

@@ -7,15 +7,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.plan.write import output_faults, write_files
-from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ....ds_configs.plan.output import disk_faults, output_faults, reserved
+from ....ds_configs.plan.write import write_files
+from ....ds_configs.specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ....ds_configs.specs.units import human_count
 from ....plugins.huggingface_hub.cards import CARD_FILE
 from ....plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.transformers.finite_weights import is_finite
 from ....plugins.transformers.meta_model import build_meta_model
-from ....plugins.transformers.sound_model import check_weights, missing_tensors
+from ....plugins.transformers.sound_model import check_weights, stored_faults
 from ...formats.model_directory import copy_companions
 from ...runs.report import card_text
 from .families import WIDTH_FAMILIES, WidthFamily, teacher_widths, width_changes
@@ -61,6 +62,11 @@ class StudentPlan:
     """Parameters of the teacher, tied ones once."""
     student_parameters: int
     """Parameters of the student, tied ones once."""
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that the weights take at least; no dense type that weights are stored in has fewer than 16 bits."""
+        return self.student_parameters * (4 if self.request.dtype == "float32" else 2)
 
 
 @dataclass(kw_only=True)
@@ -205,6 +211,13 @@ def make_student(
     faults = output_faults(output_dir, force=force, sources={"the teacher": teacher})
     if faults:
         raise UsageError(faults)
+    if faults := disk_faults(output_dir, needed_bytes=plan.least_bytes):
+        raise DoesNotFitError("\n".join(map(str, faults)))
+    with reserved(output_dir, force=force):
+        return _make(plan, teacher, output_dir, scores)
+
+
+def _make(plan: StudentPlan, teacher: str, output_dir: Path, scores: Scores | None) -> StudentReport:
     directory = teacher_directory(plan.source, teacher)
     tensors = read_checkpoint(directory)
     _check_teacher(plan, directory, tensors)
@@ -248,16 +261,15 @@ def student_card(report: StudentReport, teacher: str, directory: Path) -> str:
 
 
 def _check_teacher(plan: StudentPlan, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse a teacher of which a part is missing: Transformers would make it up when it loads the student.
+    """Refuse a teacher of which a part is missing or of another shape: Transformers would make it up in the student.
 
     Raises:
         RefusedInputError: names three of the tensors.
     """
     check_weights(directory)
     model = build_meta_model(plan.source.config, source=plan.source.name)
-    if missing := missing_tensors(tensors, model, base_prefix=plan.base_prefix):
-        rule = f"{len(missing)} tensors are not in the checkpoint"
-        raise RefusedInputError(Fault(where="teacher", value=missing[:3], rule=rule, fix="fetch it again"))
+    if faults := stored_faults(tensors, model, f"teacher {directory}", base_prefix=plan.base_prefix):
+        raise RefusedInputError(faults)
 
 
 def _width_cutter(
@@ -302,7 +314,7 @@ def _add(
         return
     if not is_finite(tensor):
         rule, fix = "holds NaN or infinity", "fetch a sound copy, or train it again"
-        raise RefusedInputError(Fault(where="teacher", value=name, rule=rule, fix=fix))
+        raise RefusedInputError(Fault(where=f"teacher {plan.source.name}", value=name, rule=rule, fix=fix))
     if cutter is not None:
         tensor = cutter.cut(name, tensor)
     output_axis = plan.matrices.get(new_name.removeprefix(plan.base_prefix))

@@ -19,6 +19,7 @@ from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantization_source import QuantizationSource, open_source
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import Samples
+from ...data.sources import local_place
 from ...runs.checkpoints import last_checkpoint
 from ...runs.inputs import (
     chosen_hardware,
@@ -69,6 +70,18 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     """Whether ranges must be found before training."""
 
     worker = f"{__package__}.worker"
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Models that ranks load weights of, by the setting that holds the revision of each."""
+        return {"revision": self.source.name} | (
+            {} if self.teacher is None or self.settings.teacher == SELF else {"teacher_revision": self.teacher}
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that the checkpoint will take at least: half of one for each weight, as four bits take."""
+        return super().least_bytes // 4
 
     @property
     def own_file_names(self) -> tuple[str, ...]:
@@ -174,7 +187,8 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
 
 
 def _sources(settings: QATSettings, model: str) -> dict[str, str | None]:
-    return {"the model": model, "the teacher": None if settings.teacher == SELF else settings.teacher}
+    teacher = None if settings.teacher == SELF else settings.teacher
+    return {"the model": model, "the teacher": teacher, "the dataset": local_place(settings.dataset)}
 
 
 def _teacher(settings: QATSettings, model: str) -> dict[str, Any] | None:
@@ -232,6 +246,6 @@ def _check_plan(plan: Plan, settings: QATSettings, attachment: Attachment, sampl
     from ..training_checks import step_faults
 
     steps = optimizer_steps(settings, plan.chosen.strategy, len(samples.train))
-    faults = step_faults(attachment, steps)
+    faults = step_faults(attachment, steps) + settings.engine_faults(plan.chosen.strategy.engine)
     if faults:
         raise UsageError(faults)

@@ -53,4 +53,4 @@ def qat(
         prepared = prepare_qat(
             settings_of(QATSettings, settings), model, place, notify=notify, force=force, resume=resume
         )
-        return run_training(prepared, place, resume=resume, notify=notify, on_progress=on_progress)
+        return run_training(prepared, place, resume=resume, force=force, notify=notify, on_progress=on_progress)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ....plugins.transformers.finite_weights import refuse_nonfinite_weights
 from ...parallel.trainer_for import PlannedParallelism
 from ...runs.held_out import held_out_cross_entropy
 from ...runs.ranks import (
@@ -44,6 +45,7 @@ def train_quantized(job: QATJob, work: Path) -> None:
     trainer = _trainer(job, arguments, engine, tokenizer, model=model, callback=callback, samples=samples)
     trainer.add_callback(starting_point_callback(trainer))
     recorder = train_recorded(trainer, job, resumed, evaluates_last=False)
+    refuse_nonfinite_weights(trainer.model, what="the trained model", allowed=job.settings.allow_nonfinite)
     trained = held_out_cross_entropy(trainer)
     probe = [
         list(sample["input_ids"][:_PROBE_TOKENS])

@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.plan.write import output_faults
+from ....ds_configs.plan.output import output_faults
 from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.quantization.mixtures import mixture_remarks
 from ....ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ....plugins.deepspeed.engine_layers import stages_of
 from ....plugins.deepspeed.gathering import first_rank, gathered_parameters, training_device
+from ....plugins.launching.notes import note_on_first_rank
 from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ....plugins.transformers.checkpoint_model import model_class
-from ...verify.checkpoint import Verification, fail_output
+from ...verify.checkpoint import Verification, discard_failed, fail_output
 from ..rounding.attachment import Attachment
 from ..rounding.kv_cache import PARTS, kv_cache_scheme
 from .files import write_adapter, write_companions, write_config, write_export_report
@@ -202,6 +203,7 @@ class _Export:
                     raise ShardwrightError(f"the checkpoint did not pass: {proof.reason}; it lies in {kept}")
                 answer |= {"largest_weight_difference": difference, "verification": asdict(proof)}
             write_export_report(_report(attachment, answer, time.perf_counter() - started), staging)
+        discard_failed(self.output, note_on_first_rank)
         return answer
 
     def _write_small_files(self, staging: Path, layers: Sequence[LinearLayer]) -> None:

@@ -16,6 +16,7 @@ import torch
 from distilling import collate, tiny, training_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
@@ -324,6 +325,41 @@ class TestBadInput:
         with pytest.raises(RefusedInputError, match="cannot be read"):
             TeacherCache.open(tmp_path / "cache")
 
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            b"[" * 100_000,
+            b"[1]",
+            b'{"schema_version": 1, "key": 5, "shards": []}',
+            b'{"schema_version": 1, "schema_version": 1}',
+            b'{"schema_version": NaN}',
+            b"\xff",
+        ],
+    )
+    def test_a_manifest_that_is_none(self, changed: bytes, tmp_path: Path) -> None:
+        (tmp_path / "manifest.json").write_bytes(changed)
+        with pytest.raises(RefusedInputError, match=r"manifest\.json: cannot be read"):
+            TeacherCache.open(tmp_path)
+
+    def test_a_file_whose_arrays_are_others(self, pair: Any, tmp_path: Path) -> None:
+        """Headers that are sound, of arrays that do not belong together."""
+        written(tmp_path, pair)
+        (file,) = tmp_path.glob("*.safetensors")
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        sound = load_file(file)
+        for name, array, told in (
+            ("starts", sound["starts"][:-1], r"'starts': is int64 of shape \[\d+\]"),
+            ("lengths", sound["lengths"].view(np.uint8), "'lengths': is uint8 of shape"),
+            ("starts", sound["starts"] + 10**6, "samples have rows that are not there"),
+            ("lengths", -sound["lengths"], "samples have rows that are not there"),
+            ("hashes", sound["hashes"][:0], r"'hashes': is uint8 of shape \[0, 16\]"),
+        ):
+            save_file({**sound, name: array}, file)
+            manifest["shards"][0]["file_bytes"] = file.stat().st_size
+            (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+            with pytest.raises(RefusedInputError, match=told):
+                TeacherCache.open(tmp_path)
+
     def test_damaged_records(self) -> None:
         layout = RecordFormat(top_k=5, vocab_size=100, temperatures=(1.0,))
         records = encode(answers_of(torch.randn(3, 100), layout), layout)
@@ -339,7 +375,7 @@ class TestBadInput:
         content = json.loads(manifest.read_text())
         content["key"]["layout"]["temperatures"] = [1.0]
         manifest.write_text(json.dumps(content))
-        with pytest.raises(RefusedInputError, match=r"holds records of shape \[1536, \d+\]"):
+        with pytest.raises(RefusedInputError, match=r"'records': is uint8 of shape \[1536, \d+\]"):
             TeacherCache.open(tmp_path / "cache")
 
     def test_a_full_disk(self, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

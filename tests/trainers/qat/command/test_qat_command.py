@@ -17,7 +17,7 @@ import torch
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from huggingface_hub import ModelCard
-from shardwright.ds_configs.plan.write import output_faults
+from shardwright.ds_configs.plan.output import output_faults
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.strategy import Strategy

@@ -1,0 +1,101 @@
+"""Every command that writes results refuses its own sources, a disk that it cannot write, and a second run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from commands import Shell, shell_in
+from safetensors import SafetensorError
+from shardwright.ds_configs.plan.output import reserved
+from shardwright.trainers.train_causal_lm import main as train_causal_lm
+from small_models import llama
+
+DATA = ("--dataset", "text.txt", "--seq-len", "32")
+TRAINING = (*DATA, "--hardware", "2xCPU", "--max-steps", "1", "--evaluation-samples", "2")
+COMMANDS = {
+    "train": ("train", "model", *TRAINING),
+    "distill": ("distill", "model", "student", *TRAINING),
+    "qat": ("qat", "model", "--scheme", "W4A16", "--group-size", "32", *TRAINING),
+    "cache-teacher": ("cache-teacher", "model", *DATA),
+    "student": ("student", "model", "--layers", "1"),
+    "quantize": ("quantize", "model", "--scheme", "W8A16", "--group-size", "32", "--force"),
+    "evaluate": ("evaluate", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
+    "rehearse": ("rehearse", "plan", "--steps", "4", "--force"),
+    "train_causal_lm": ("--model", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from shardwright.ds_configs.specs.job import TrainingJob
+    from shardwright.plugins.planning.from_names import plan
+
+    root = tmp_path_factory.mktemp("outputs")
+    for name in ("model", "student"):
+        llama(hidden_size=32, vocab_size=260).save_pretrained(root / name)
+    (root / "text.txt").write_text(" ".join(f"{number} squared is {number * number}." for number in range(300)))
+    (root / "link").symlink_to(root / "model")
+    plan(str(root / "model"), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32")).write(root / "plan")
+    return root
+
+
+@pytest.fixture
+def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    def no_weights(*_: object, **__: object) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", no_weights)
+    monkeypatch.setattr("shardwright.plugins.safetensors.reading.safe_open", no_weights, raising=False)
+    monkeypatch.setattr("shardwright.trainers.runs.launch.run_together", no_weights)
+
+    def call(name: str, output: object) -> tuple[int, str]:
+        arguments = [*COMMANDS[name], "--output-dir", str(output)]
+        if name == "train_causal_lm":
+            monkeypatch.chdir(directory)
+            code = train_causal_lm(arguments)
+            return code, capsys.readouterr().err
+        done = shell_in(directory, arguments[0], capsys, monkeypatch)(*arguments[1:])
+        return done.code, done.err
+
+    return call
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("output", ["model", "link", "link/inside", "/proc/nowhere/out"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(name: str, output: str, run: Shell) -> None:
+    code, told = run(name, output)
+    assert code == 2 and "Traceback" not in told
+    part = "the teacher" if name in ("distill", "cache-teacher", "student") else "the model"
+    rules = {"link/inside": f"lies inside {part}", "/proc/nowhere/out": "cannot be written ("}
+    assert rules.get(output, f"is {part} itself") in told
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_second_run_into_a_directory_is_refused(name: str, directory: Path, run: Shell) -> None:
+    with reserved(directory / "out", force=False):
+        code, told = run(name, "out")
+    assert code == 2
+    assert f"process {os.getpid()} is writing to it; wait until it ends" in told
+    assert not (directory / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [("student", "safetensors.torch.save_file"), ("quantize", "transformers.modeling_utils.safe_save_file")],
+)
+def test_a_disk_that_fills_up_meanwhile_is_one_line_and_leaves_nothing(
+    name: str, writes: str, directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(writes, full)
+    before = sorted(directory.iterdir())
+    command = COMMANDS[name]
+    done = shell_in(directory, name, capsys, monkeypatch)(*command[1:], "--output-dir", "full")
+    assert done.code == 1 and "Traceback" not in done.err
+    (told,) = done.errors
+    assert "full" in told and "cannot be written (" in told and "No space left on device" in told
+    assert sorted(directory.iterdir()) == before
