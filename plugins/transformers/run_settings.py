@@ -14,7 +14,13 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hi
 
 
 def run_faults(
-    arguments: Any, model: Any, *, callbacks: Iterable[Any] = (), settings: Iterable[str] = (), pipeline: bool = False
+    arguments: Any,
+    model: Any,
+    *,
+    callbacks: Iterable[Any] = (),
+    settings: Iterable[str] = (),
+    pipeline: bool = False,
+    stage_tensor_ranks: int = 1,
 ) -> list[Fault]:
     """Return a fault for each pair of the run's settings and its layout that is not proven.
 
@@ -24,10 +30,12 @@ def run_faults(
         callbacks: Those of the Trainer; ours say in `combined_settings` what they are in the table.
         settings: What the run has besides, by the table's names.
         pipeline: Whether stages of the model are trained.
+        stage_tensor_ranks: Ranks that hold each stage together, which no argument of the Trainer says.
     """
     named = [name for callback in callbacks for name in getattr(callback, "combined_settings", ())]
     found = [*named, *settings, *stated_settings(arguments, model)]
-    return incompatibility_faults(found, columns_of(layout_of(arguments, pipeline=pipeline)))
+    layout = layout_of(arguments, pipeline=pipeline, stage_tensor_ranks=stage_tensor_ranks)
+    return incompatibility_faults(found, columns_of(layout))
 
 
 def trainer_faults(trainer: Any) -> list[Fault]:
@@ -83,7 +91,7 @@ def _model_settings(model: Any) -> dict[str, Any]:
     }
 
 
-def layout_of(arguments: Any, *, pipeline: bool = False) -> Strategy:
+def layout_of(arguments: Any, *, pipeline: bool = False, stage_tensor_ranks: int = 1) -> Strategy:
     """Return engine, offload and axes of a run; sizes are 2 where they are above 1."""
     configuration = deepspeed_configuration(arguments) or {}
     zero = configuration.get("zero_optimization", {})
@@ -91,7 +99,7 @@ def layout_of(arguments: Any, *, pipeline: bool = False) -> Strategy:
     sizes = {
         "sp": max(_size(axes, "sp_size"), int(configuration.get("sequence_parallel_size", 1) or 1)),
         "cp": _size(axes, "cp_size"),
-        "tp": int((configuration.get("tensor_parallel") or {}).get("autotp_size", 1) or 1),
+        "tp": max(stage_tensor_ranks, int((configuration.get("tensor_parallel") or {}).get("autotp_size", 1) or 1)),
         "ep": int((configuration.get("expert_parallel") or {}).get("autoep_size", 1) or 1),
         "pp": 2 if pipeline else 1,
     }

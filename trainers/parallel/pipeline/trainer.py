@@ -100,7 +100,13 @@ class PipelineTrainer(Trainer):
         if isinstance(stages, int):
             stages = balanced(whole, args, ranks, dual_pipe=dual_pipe, tensor_parallel_size=tensor_parallel_size)
         layers = whole.config.get_text_config().num_hidden_layers
-        faults = run_faults(args, whole, callbacks=kwargs.get("callbacks") or (), pipeline=True)
+        faults = run_faults(
+            args,
+            whole,
+            callbacks=kwargs.get("callbacks") or (),
+            pipeline=True,
+            stage_tensor_ranks=tensor_parallel_size,
+        )
         faults += [*partition_faults(stages, layers, dual_pipe=dual_pipe), *_unsupported(kwargs)]
         faults += engine_faults(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
         if faults:

@@ -87,6 +87,9 @@ def _divided_faults(name: str, module: Any, attachment: Attachment) -> list[Faul
         rule = "is a mean over parts of a matrix, which ranks add up in another order than a loader of the whole one"
         value = attachment.config.weight_rule
         return [Fault(where="weight_rule", value=value, rule=rule, fix="use minmax")]
+    if scheme.activations is not None:
+        rule = "are rounded token by token, of whose channels a rank sees a part"
+        return [Fault(where="inputs", value=scheme.name, rule=rule, fix="use W4A16 or another scheme of weights alone")]
     size, columns = scheme.weights.group_size, int(module.weight.shape[1])
     if scheme.weights.strategy == "group" and size and columns % size:
         rule = f"leaves each rank {columns} of {whole_shape(module)[1]} inputs of {where}, no whole groups of {size}"
