@@ -33,9 +33,9 @@ _SIZES: Mapping[str, Any] = {
 }
 _LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 512,
     "q_lora_rank": None,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "n_routed_experts": 4,
