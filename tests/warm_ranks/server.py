@@ -57,6 +57,8 @@ PRELOADED = (
 )
 """What ranks, launchers and commands import before they do anything, beside every module of Shardwright."""
 _ROOMS = ("ds_configs", "plugins", "trainers", "cli")
+_REGISTERING = "shardwright.trainers.formats."
+"""Modules that make formats known to other libraries when they are imported, which is for who runs to do."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # Arrow's own allocator would start a thread, which does not survive a fork.
@@ -189,7 +191,7 @@ def _modules_of_shardwright() -> Iterator[str]:
     for room in _ROOMS:
         package = importlib.import_module(f"shardwright.{room}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith(".__main__"):
+            if not module.name.startswith(_REGISTERING) and not module.name.endswith(".__main__"):
                 yield module.name
 
 
