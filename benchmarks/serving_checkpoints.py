@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -235,7 +236,8 @@ def make_all(work: Path, chosen: Callable[[ServingCase], bool], told: Callable[[
         dense = work / f"{case.family}-dense"
         if not dense.exists():
             write_dense(case.family, dense)
-        directory = work / case.name.replace(" ", "_").replace("/", "") if case.method else dense
+        # vLLM takes brackets in a path for a pattern.
+        directory = work / re.sub(r"[^\w.-]+", "_", case.name) if case.method else dense
         entry: dict[str, Any] = {"name": case.name, "path": str(directory), "error": None, "options": {}}
         try:
             if not directory.exists():
