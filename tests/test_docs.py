@@ -23,6 +23,7 @@ FLAGS_OF_OTHERS = {
     *("--write", "--strict", "--every", "--engine-python", "--only"),  # benchmarks and tools
     "--nproc-per-node",  # torchrun
     *("--enable-prefix-caching", "--load-format"),  # vLLM
+    *("--hypothesis-profile", "--hypothesis-seed"),  # pytest
     # shardwright.trainers.train_causal_lm
     *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),
     "--help",

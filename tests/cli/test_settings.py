@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from inspect import Parameter
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -40,13 +41,13 @@ Stated = Mapping[str, str]
 
 
 def options_of(command: tuple[str, ...]) -> dict[str, Argument]:
-    """Return the options of a command by name; what names a file is none."""
+    """Return the options of a command by name; what names a file is none, nor are a script's own arguments."""
     app = build_app()
     for word in command:
         app = app[word]
     found = {}
     for argument in app.assemble_argument_collection():
-        if not argument.children:
+        if not argument.children and argument.field_info.kind is not Parameter.VAR_POSITIONAL:
             found[argument.name.removeprefix("--").replace("-", "_")] = argument
     del found["config"]
     return found

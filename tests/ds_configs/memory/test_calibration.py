@@ -192,7 +192,7 @@ def change_rank(**values: Any) -> Any:
         (lambda data: data["plan"].pop("architecture"), ["plan.architecture: field required"]),
         (change_rank(peak_reserved_bytes=-1, steps=1.5), ["measured.0.peak_reserved_bytes = -1", "measured.0.steps"]),
         (change_rank(peak_reserved_bytes=10**30), ["measured.0.peak_reserved_bytes"]),
-        (change_rank(median_step_seconds=float("nan")), ["measured.0.median_step_seconds"]),
+        (change_rank(median_step_seconds=float("nan")), ["NaN is not a finite number"]),
         (change_rank(peak_reserved_bytes=True), ["measured.0.peak_reserved_bytes = True"]),
     ],
 )

@@ -241,10 +241,10 @@ def test_an_output_directory_with_other_files_needs_force(
     (output / "notes.txt").write_text("mine")
     code, report, _ = rehearse(capsys, tmp_path / "plan", "--output-dir", str(output))
     assert (code, report["error"]["faults"][0]["where"]) == (2, "output_dir")
-    check_output_directory(output, force=True)
+    check_output_directory(output, force=True, model=str(model))
     (output / "notes.txt").unlink()
     (output / "rehearsal.json").write_text("{}")
-    check_output_directory(output, force=False)
+    check_output_directory(output, force=False, model=str(model))
 
 
 def rehearsal(made: Plan, **values: Any) -> Rehearsal:
@@ -404,7 +404,7 @@ def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
 def test_each_node_gets_its_launcher_and_plain_cpu_ranks_get_torchrun(tmp_path: Path) -> None:
     def command(kind: str, nodes: int = 1, node: int = 0) -> str:
         rehearsed: Any = SimpleNamespace(accelerate={"distributed_type": kind, "num_processes": 4})
-        return " ".join(launcher_command(rehearsed, tmp_path, "job.json", node, nodes, 29511))
+        return " ".join(launcher_command(rehearsed, tmp_path, worker.split(), node, nodes, 29511))
 
     worker = "-m shardwright.trainers.rehearsal.worker job.json"
     file = f"accelerate launch --config_file {tmp_path}/accelerate.yaml --main_process_port 29511"
