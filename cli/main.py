@@ -53,7 +53,7 @@ def build_app() -> App:
     for name, (target, summary) in _COMMANDS.items():
         # An App of its own ends its help itself.
         ending = {} if target.endswith(":app") else {"help_epilogue": shown_examples(name)}
-        app.command(f"{__package__}.{target}", name=name, help=summary, **ending)
+        app.command(f"{__package__}.commands.{target}", name=name, help=summary, **ending)
     app.register_install_completion_command(help="Let the shell complete commands and options.")
     return app
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 from unittest import mock
 
+from shardwright.cli.commands.schema import schema_command
 from shardwright.cli.main import build_app, run
-from shardwright.cli.schema import schema_command
 from shardwright.ds_configs.legality.combinations import COLUMNS, ONLY_ON_ACCELERATORS, SETTINGS, cell, every_cell
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from .options import FormatOptions
-from .settings import FILLED, Options
+from ..options import FormatOptions
+from ..settings import FILLED, Options
 
 
 def env_command(*, options: Annotated[FormatOptions, Options] = FILLED) -> int:
@@ -31,8 +31,8 @@ def environment_facts() -> dict[str, Any]:
     import psutil
     import torch
 
-    from ..plugins.deepspeed.engine import has_libaio
-    from ..plugins.planning.from_names import installed_versions
+    from ...plugins.deepspeed.engine import has_libaio
+    from ...plugins.planning.from_names import installed_versions
 
     accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), "none found")

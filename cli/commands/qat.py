@@ -6,18 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..ds_configs.quantization.compression_training import REMOVED_BLOCKS, message
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.yaml_file import read_small_file, yaml_mapping
-from ..trainers.qat.command.request import QATSettings
-from .options import TrainingOptions
-from .progress import note
-from .settings import FILLED, Options, grouped
-from .training_shown import launched_command
+from ...ds_configs.quantization.compression_training import REMOVED_BLOCKS, message
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
+from ...trainers.qat.command.request import QATSettings
+from ..options import TrainingOptions
+from ..progress import note
+from ..settings import FILLED, Options, grouped
+from ..training_shown import launched_command
 
 if TYPE_CHECKING:
-    from ..trainers.qat.command.inputs import PreparedQAT
-    from ..trainers.qat.command.run_report import QATOutcome
+    from ...trainers.qat.command.inputs import PreparedQAT
+    from ...trainers.qat.command.run_report import QATOutcome
 
 
 grouped(QATSettings)
@@ -57,7 +57,7 @@ def qat_command(
     model
         Hub id or directory; weights are read from safetensors.
     """
-    from ..trainers.qat.command.inputs import prepare_qat
+    from ...trainers.qat.command.inputs import prepare_qat
 
     def prepare() -> PreparedQAT:
         return prepare_qat(settings, model, options.output_dir, notify=note, **options.how)
@@ -83,11 +83,11 @@ def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..plugins.huggingface_hub.cards import CARD_FILE
-    from ..trainers.qat.command.request import is_own_teacher
-    from ..trainers.qat.command.run_report import CHART_FILE, checkpoint_facts, stages
-    from ..trainers.runs.report import REPORT_FILE
-    from .show import console, show_next
+    from ...plugins.huggingface_hub.cards import CARD_FILE
+    from ...trainers.qat.command.request import is_own_teacher
+    from ...trainers.qat.command.run_report import CHART_FILE, checkpoint_facts, stages
+    from ...trainers.runs.report import REPORT_FILE
+    from ..show import console, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from .options import ConfigOption
-from .progress import note
-from .settings import FILLED, Options, grouped
+from ..options import ConfigOption
+from ..progress import note
+from ..settings import FILLED, Options, grouped
 
 grouped(ConfigOption)
 
@@ -38,7 +38,7 @@ def launch_command(
         Of the script; `@plan` stands for the plan's TrainingArguments as flags. Behind `--` where this command has one
         of the same name.
     """
-    from ..trainers.training.script import launch_own_script
+    from ...trainers.training.script import launch_own_script
 
     launch_own_script(plan, script, arguments, on_line=lambda line: print(line, flush=True), notify=note)
     return 0

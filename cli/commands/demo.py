@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..ds_configs.plan.launch import launch_arguments
-from ..ds_configs.plan.plan import Plan
-from ..ds_configs.plan.write import write_files
-from ..ds_configs.specs.errors import ShardwrightError
-from ..ds_configs.specs.job import TrainingJob
-from .options import FormatOptions
-from .settings import FILLED, Options, grouped
+from ...ds_configs.plan.launch import launch_arguments
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.write import write_files
+from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.job import TrainingJob
+from ..options import FormatOptions
+from ..settings import FILLED, Options, grouped
 
 TIME_LIMIT_SECONDS = 900
 """Of the training alone; DeepSpeed's operators are compiled before it."""
@@ -68,9 +68,9 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
 def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
     """Show and run the demo; returns the small plan, and the loss of each step."""
     force = options.force
-    from ..plugins.planning.from_names import plan
+    from ...plugins.planning.from_names import plan
+    from ..show import show_plan
     from .configs import load_entry
-    from .show import show_plan
 
     entry = load_entry("llama-3.1-8b_8xA100-80GB")
     print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json alone\n")
@@ -93,7 +93,7 @@ def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
 
 def plan_again(entry: Plan) -> Plan:
     """Return a fresh plan for the model, hardware and job of another."""
-    from ..ds_configs.plan.plan import make_plan
+    from ...ds_configs.plan.plan import make_plan
 
     return make_plan(entry.model, entry.hardware, entry.job)
 
@@ -104,8 +104,8 @@ def train_demo(plan: Plan, output_dir: Path, steps: int, *, force: bool = False)
     Raises:
         ShardwrightError: the launch fails or exceeds its time limit.
     """
-    from ..plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
-    from ..plugins.launching.launch import at_free_port, python_arguments, run_launch
+    from ...plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
+    from ...plugins.launching.launch import at_free_port, python_arguments, run_launch
 
     losses = output_dir / "losses.json"
     losses.unlink(missing_ok=True)

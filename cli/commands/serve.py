@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ..ds_configs.serving.engines import EngineName
-from ..ds_configs.serving.request import DEFAULT_SHARE, CacheType
-from ..ds_configs.specs.errors import UsageError
-from ..ds_configs.specs.settings import HardwareSettings, Settings
-from .options import FormatOptions
-from .progress import note
-from .settings import FILLED, Options, grouped
+from ...ds_configs.serving.engines import EngineName
+from ...ds_configs.serving.request import DEFAULT_SHARE, CacheType
+from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.settings import HardwareSettings, Settings
+from ..options import FormatOptions
+from ..progress import note
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..ds_configs.serving.plan import ServingPlan
-    from ..ds_configs.serving.request import ServingRequest
+    from ...ds_configs.serving.plan import ServingPlan
+    from ...ds_configs.serving.request import ServingRequest
 
 
 grouped(HardwareSettings)
@@ -78,9 +78,9 @@ def serve_command(
     checkpoint
         Hub id or local directory, dense or quantized.
     """
-    from ..ds_configs.serving.plan import plan_serving
-    from ..plugins.serving.checkpoint import read_served_model
-    from ..plugins.serving.engine import become_server, installed_engine, port_faults, server_faults
+    from ...ds_configs.serving.plan import plan_serving
+    from ...plugins.serving.checkpoint import read_served_model
+    from ...plugins.serving.engine import become_server, installed_engine, port_faults, server_faults
 
     request = _request(hardware, settings)
     model = read_served_model(checkpoint, revision=settings.revision)
@@ -106,9 +106,9 @@ def serve_command(
 
 
 def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequest:
-    from ..ds_configs.serving.request import ServingRequest
-    from ..ds_configs.specs.units import parse_bytes
-    from ..plugins.planning.from_names import read_hardware
+    from ...ds_configs.serving.request import ServingRequest
+    from ...ds_configs.specs.units import parse_bytes
+    from ...plugins.planning.from_names import read_hardware
 
     memory = settings.kv_cache_memory
     return ServingRequest(
@@ -133,10 +133,10 @@ def show_serving(plan: ServingPlan) -> None:
     """Print a plan: memory of a GPU, what the cache holds, remarks, and the line to run."""
     from rich.text import Text
 
-    from ..ds_configs.plan.measurement import printable
-    from ..ds_configs.serving.engines import TITLES
-    from ..ds_configs.specs.units import gigabytes
-    from .show import console, terms_table
+    from ...ds_configs.plan.measurement import printable
+    from ...ds_configs.serving.engines import TITLES
+    from ...ds_configs.specs.units import gigabytes
+    from ..show import console, terms_table
 
     out = console()
     gpus = f"{plan.tensor_parallel_size} GPU(s)" if plan.hardware != "CPU" else "the CPU"

@@ -9,9 +9,9 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import Field
 
-from ..ds_configs.check.files import check
-from .options import FormatOptions
-from .settings import FILLED, Options, grouped
+from ...ds_configs.check.files import check
+from ..options import FormatOptions
+from ..settings import FILLED, Options, grouped
 
 
 @grouped
@@ -42,7 +42,7 @@ def check_command(
     if options.as_json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        from .show import console, show_findings
+        from ..show import console, show_findings
 
         show_findings(found.findings)
         warnings = len(found.findings) - found.errors

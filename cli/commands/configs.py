@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App
 from pydantic import Field
 
-from .. import ds_configs
-from ..ds_configs.plan.plan import Plan
-from ..ds_configs.search.reasons import display_name
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.units import gigabytes
-from .examples import shown_examples
-from .options import ConfigOption, FormatOptions
-from .settings import FILLED, Options, grouped
+from ... import ds_configs
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.search.reasons import display_name
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.units import gigabytes
+from ..examples import shown_examples
+from ..options import ConfigOption, FormatOptions
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..ds_configs.quantization.recipe import Recipe
+    from ...ds_configs.quantization.recipe import Recipe
 
 app = App(
     name="configs", help="List the ready-made configurations, or copy one.", help_epilogue=shown_examples("configs")
@@ -56,7 +56,7 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
         return 0
     from rich.table import Table
 
-    from .show import console
+    from ..show import console
 
     table = Table(box=None, pad_edge=False)
     for column in ("name", "strategy", "micro-batch", "GB per accelerator"):
@@ -86,7 +86,7 @@ def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions,
     output_dir
         Where the files go.
     """
-    from ..ds_configs.quantization.recipe import read_recipe, recipe_names
+    from ...ds_configs.quantization.recipe import read_recipe, recipe_names
 
     if name in recipe_names():
         _copy_recipe(read_recipe(name), output_dir, force=options.force)
@@ -98,7 +98,7 @@ def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions,
 
 
 def _list_recipes(*, as_json: bool) -> int:
-    from ..ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
+    from ...ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
 
     recipes = [read_recipe(name) for name in recipe_names()]
     resolved = [quantize_settings({}, recipe=recipe).resolved() for recipe in recipes]
@@ -111,7 +111,7 @@ def _list_recipes(*, as_json: bool) -> int:
         return 0
     from rich.table import Table
 
-    from .show import console
+    from ..show import console
 
     table = Table(box=None, pad_edge=False)
     for column in ("name", "scheme", "method", "purpose"):
@@ -123,7 +123,7 @@ def _list_recipes(*, as_json: bool) -> int:
 
 
 def _copy_recipe(recipe: Recipe, output_dir: Path, *, force: bool) -> None:
-    from ..ds_configs.plan.write import write_files
+    from ...ds_configs.plan.write import write_files
 
     for path in write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=force):
         print(path)
@@ -142,7 +142,7 @@ def load_entry(name: str) -> Plan:
     """
     names = entry_names()
     if name not in names:
-        from ..ds_configs.quantization.recipe import recipe_names
+        from ...ds_configs.quantization.recipe import recipe_names
 
         near = get_close_matches(name, [*names, *recipe_names()], n=3, cutoff=0.3)
         raise UsageError(

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.settings import Paths
-from .options import ReportOptions
-from .progress import note, progress_on_stderr
-from .settings import FILLED, Options, grouped
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.settings import Paths
+from ..options import ReportOptions
+from ..progress import note, progress_on_stderr
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..trainers.rehearsal.report import Rehearsal
+    from ...trainers.rehearsal.report import Rehearsal
 
 
 @grouped
@@ -60,7 +60,7 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[Rehears
     if arguments and options.script is None:
         rule, fix = "are for a script, and none is named", "give --script, or leave them out"
         raise UsageError(Fault(where="arguments", value=" ".join(arguments), rule=rule, fix=fix))
-    from ..trainers.rehearsal.rehearse import rehearse
+    from ...trainers.rehearsal.rehearse import rehearse
 
     # Libraries that log to stdout must not stand in the report.
     with progress_on_stderr("", lambda *_: None) as on_progress, redirect_stdout(sys.stderr):
@@ -92,7 +92,7 @@ def show_rehearsal(found: Rehearsal) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .show import console
+    from ..show import console
 
     out = console()
     strategy, hardware = found.plan.chosen.strategy.label, found.plan.hardware.name

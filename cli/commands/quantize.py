@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ..ds_configs.quantization.recipe import QuantizeSettings, read_recipe
-from ..ds_configs.specs.settings import HubSettings
-from .options import RunOptions
-from .progress import lines_at_times, note, progress_on_stderr
-from .settings import FILLED, Options, grouped
+from ...ds_configs.quantization.recipe import QuantizeSettings, read_recipe
+from ...ds_configs.specs.settings import HubSettings
+from ..options import RunOptions
+from ..progress import lines_at_times, note, progress_on_stderr
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..plugins.transformers.quantized_model import LayerProgress
-    from ..trainers.quantization.inputs import Prepared
-    from ..trainers.quantization.report import QuantizationOutcome
+    from ...plugins.transformers.quantized_model import LayerProgress
+    from ...trainers.quantization.inputs import Prepared
+    from ...trainers.quantization.report import QuantizationOutcome
 
 grouped(QuantizeSettings)
 
@@ -59,8 +59,8 @@ def quantize_command(
     model
         Hub id or directory; weights are read from safetensors.
     """
-    from ..plugins.huggingface_hub.push import check_push, pushed
-    from ..trainers.quantization.inputs import prepare
+    from ...plugins.huggingface_hub.push import check_push, pushed
+    from ...trainers.quantization.inputs import prepare
 
     check_push(options.push_to_hub)
     output_dir = options.output_dir
@@ -85,8 +85,8 @@ def quantize_command(
 
 
 def _run(prepared: Prepared, output_dir: Path, **how: Any) -> QuantizationOutcome:
-    from ..trainers.quantization.journal import journal_directory
-    from ..trainers.quantization.run import run_prepared
+    from ...trainers.quantization.journal import journal_directory
+    from ...trainers.quantization.run import run_prepared
 
     try:
         with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", lines_at_times()) as on_progress:
@@ -102,10 +102,10 @@ def _run(prepared: Prepared, output_dir: Path, **how: Any) -> QuantizationOutcom
 
 
 def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
-    from ..ds_configs.plan.measurement import printable
-    from ..ds_configs.quantization.sizes import bits_per_weight, tensor_bytes
-    from ..ds_configs.specs.units import gigabytes
-    from .show import console
+    from ...ds_configs.plan.measurement import printable
+    from ...ds_configs.quantization.sizes import bits_per_weight, tensor_bytes
+    from ...ds_configs.specs.units import gigabytes
+    from ..show import console
 
     memory, scheme = prepared.memory, prepared.scheme
     dense = tensor_bytes(prepared.source.tensors.values())
@@ -152,7 +152,7 @@ def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
 
 
 def _largest(terms: Any) -> str:
-    from ..ds_configs.specs.units import gigabytes
+    from ...ds_configs.specs.units import gigabytes
 
     ranked = sorted(terms.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name.replace('_', ' ')} {gigabytes(size)}" for name, size in ranked)
@@ -162,11 +162,11 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
     """Print what was verified and what it cost."""
     from rich.text import Text
 
-    from ..ds_configs.plan.measurement import printable
-    from ..ds_configs.quantization.methods import METHODS
-    from ..trainers.evaluation.report import rows, verdict
-    from ..trainers.quantization.report import quantization_file_names
-    from .show import console, print_compared, show_next
+    from ...ds_configs.plan.measurement import printable
+    from ...ds_configs.quantization.methods import METHODS
+    from ...trainers.evaluation.report import rows, verdict
+    from ...trainers.quantization.report import quantization_file_names
+    from ..show import console, print_compared, show_next
 
     out, evaluation = console(), outcome.evaluation
     out.print(Text(printable(outcome.prepared.source.name), style="bold"), f"as {outcome.prepared.scheme.name}")

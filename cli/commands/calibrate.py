@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ..ds_configs.specs.errors import Fault, UsageError
-from .options import FormatOptions
-from .settings import FILLED, Options, grouped
+from ...ds_configs.specs.errors import Fault, UsageError
+from ..options import FormatOptions
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..ds_configs.memory.calibration import Calibration, MeasuredRun
-    from ..ds_configs.plan.measurement import RunMeasurement
-    from ..plugins.planning.calibration_store import CalibrationStore, StoredRun
+    from ...ds_configs.memory.calibration import Calibration, MeasuredRun
+    from ...ds_configs.plan.measurement import RunMeasurement
+    from ...plugins.planning.calibration_store import CalibrationStore, StoredRun
 
 _SHOWN_DIGITS = 12
 
@@ -42,7 +42,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     run_dir
         Output directory of a run on GPUs that had --plan, which left a plan_measurement.json there.
     """
-    from ..plugins.planning.calibration_store import CalibrationStore
+    from ...plugins.planning.calibration_store import CalibrationStore
 
     list_runs, forget = options.list_runs, options.forget
     if (run_dir is not None) + list_runs + (forget is not None) != 1:
@@ -58,8 +58,8 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
 
 
 def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
-    from ..ds_configs.memory.calibration import Calibration
-    from ..ds_configs.plan.measurement import measured_run, printable, report_lines
+    from ...ds_configs.memory.calibration import Calibration
+    from ...ds_configs.plan.measurement import measured_run, printable, report_lines
 
     measurement = read_measurement(run_dir)
     run = measured_run(measurement)
@@ -89,7 +89,7 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
         UsageError: there is none.
         RefusedInputError: it is damaged or of another version.
     """
-    from ..ds_configs.plan.measurement import FILE_NAME, LARGEST_FILE_BYTES, measurement_from_text
+    from ...ds_configs.plan.measurement import FILE_NAME, LARGEST_FILE_BYTES, measurement_from_text
 
     try:
         file = run_dir / FILE_NAME if run_dir.is_dir() else run_dir
@@ -130,9 +130,9 @@ def _show_runs(runs: tuple[StoredRun, ...]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.plan.measurement import printable
-    from ..ds_configs.specs.units import gigabytes
-    from .show import console
+    from ...ds_configs.plan.measurement import printable
+    from ...ds_configs.specs.units import gigabytes
+    from ..show import console
 
     table = Table(title="Stored runs, memory in GB", title_justify="left", box=None, pad_edge=False)
     for name in ("run", "GPU", "model", "layout"):
@@ -156,8 +156,8 @@ def _run_dict(run: MeasuredRun) -> dict[str, Any]:
 
 
 def _interval(calibration: Calibration, run: MeasuredRun) -> dict[str, float | int]:
-    from ..ds_configs.memory.calibration import moved_factors
-    from ..ds_configs.memory.estimate import RESERVED_OVER_PREDICTED
+    from ...ds_configs.memory.calibration import moved_factors
+    from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED
 
     ratios = calibration.ratios(gpu=run.gpu, architecture=run.architecture)
     low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)

@@ -8,14 +8,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..ds_configs.specs.units import gigabytes
-from ..trainers.distillation.cache.cache_job import CacheSettings
-from .options import RunOptions
-from .progress import lines_at_times, progress_on_stderr
-from .settings import FILLED, Options, grouped
+from ...ds_configs.specs.units import gigabytes
+from ...trainers.distillation.cache.cache_job import CacheSettings
+from ..options import RunOptions
+from ..progress import lines_at_times, progress_on_stderr
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..trainers.distillation.cache.cache_job import CacheJob
+    from ...trainers.distillation.cache.cache_job import CacheJob
 
 
 grouped(CacheSettings)
@@ -44,7 +44,7 @@ def cache_teacher_command(
         Hub id or directory; weights are read from safetensors.
     """
     output_dir, dry_run = options.output_dir, options.dry_run
-    from ..trainers.distillation.cache.cache_job import prepare_cache, run_cache_job
+    from ...trainers.distillation.cache.cache_job import prepare_cache, run_cache_job
 
     with redirect_stdout(sys.stderr):
         job = prepare_cache(teacher, settings, None if dry_run else output_dir)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..ds_configs.legality.tensor import tensor_parallel_faults
-from ..ds_configs.search.tensor_layouts import (
+from ...ds_configs.legality.tensor import tensor_parallel_faults
+from ...ds_configs.search.tensor_layouts import (
     TensorLayout,
     compare_tensor_layouts,
     where_one_dimension_stops_paying,
 )
-from ..ds_configs.specs.errors import Fault
-from ..ds_configs.specs.hardware import HardwareSpec
-from ..ds_configs.specs.job import TrainingJob
-from ..ds_configs.specs.model import ModelSpec
+from ...ds_configs.specs.errors import Fault
+from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.model import ModelSpec
 
 _RANKS = (4, 8, 16, 64)
 """Squares, cubes and multiples of squares, so that each layout occurs."""
@@ -54,7 +54,7 @@ class ComparedLayouts:
         from rich.table import Table
         from rich.text import Text
 
-        from .show import console
+        from ..show import console
 
         out = console()
         table = Table(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from .options import FormatOptions
-from .settings import FILLED, Options, grouped
+from ..options import FormatOptions
+from ..settings import FILLED, Options, grouped
 
 grouped(FormatOptions)
 
@@ -123,9 +123,9 @@ def _object(properties: dict[str, Any], **optional: Any) -> dict[str, Any]:
 def _schema_of(name: str) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
-    from ..ds_configs.plan.plan import Plan
-    from ..ds_configs.serving.plan import ServingPlan
-    from ..ds_configs.specs.hardware import HardwareSpec
+    from ...ds_configs.plan.plan import Plan
+    from ...ds_configs.serving.plan import ServingPlan
+    from ...ds_configs.specs.hardware import HardwareSpec
 
     kinds = {"HardwareSpec": HardwareSpec, "Plan": Plan, "ServingPlan": ServingPlan}
     adapter: TypeAdapter[Any] = TypeAdapter(kinds[name])

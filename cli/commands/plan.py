@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ..ds_configs.plan.plan import Plan, PlanDoesNotFitError
-from ..ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.hardware import HardwareSpec
-from ..ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision, TrainingJob
-from ..ds_configs.specs.model import ModelSpec
-from ..ds_configs.specs.settings import (
+from ...ds_configs.plan.plan import Plan, PlanDoesNotFitError
+from ...ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision, TrainingJob
+from ...ds_configs.specs.model import ModelSpec
+from ...ds_configs.specs.settings import (
     HardwareSettings,
     LayoutSettings,
     TeacherPlacementSettings,
     TrainingSettings,
 )
-from .options import WriteOptions
-from .progress import note
+from ..options import WriteOptions
+from ..progress import note
+from ..settings import FILLED, Options, grouped
 from .run_questions import RunQuestions, answers, question_faults, shown_answers
-from .settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
     from .tensor_layouts import ComparedLayouts
@@ -92,7 +92,7 @@ def plan_command(
     question_faults(settings)
     as_json, output_dir = options.as_json, options.output_dir
     if options.dry_run and not as_json:
-        from .show import show_settings
+        from ..show import show_settings
 
         show_settings(settings.model_dump(), settings.origins())
     try:
@@ -119,7 +119,7 @@ def plan_command(
             shown["tensor_layouts"] = layouts.to_dict()
         print(json.dumps(shown))
         return 0
-    from .show import show_plan
+    from ..show import show_plan
 
     show_plan(plan, output_dir if written else None)
     for line in shown_answers(answered):
@@ -140,7 +140,7 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Comp
 
 
 def _make_plan(model: str, settings: PlanSettings, options: PlanOptions) -> Plan:
-    from ..plugins.planning.from_names import plan
+    from ...plugins.planning.from_names import plan
 
     if settings.hardware is None:
         raise UsageError(

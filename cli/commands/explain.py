@@ -7,15 +7,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
-from ..ds_configs.legality.parallel_rules import AXIS_RULES
-from ..ds_configs.legality.rules import RULES
-from ..ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
-from ..ds_configs.plan.plan import Plan
-from ..ds_configs.search.reasons import display_name
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.step_time.terms import TIME_TERM_MEANINGS, time_term_name
-from .options import FormatOptions
-from .settings import FILLED, Options, grouped
+from ...ds_configs.legality.parallel_rules import AXIS_RULES
+from ...ds_configs.legality.rules import RULES
+from ...ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.search.reasons import display_name
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.step_time.terms import TIME_TERM_MEANINGS, time_term_name
+from ..options import FormatOptions
+from ..settings import FILLED, Options, grouped
 
 grouped(FormatOptions)
 
@@ -95,8 +95,8 @@ def _show(plan: Plan) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.specs.units import gigabytes
-    from .show import console, memory_bar
+    from ...ds_configs.specs.units import gigabytes
+    from ..show import console, memory_bar
 
     out = console()
     gpu = plan.chosen.memory.gpu

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..trainers.training.settings import TrainSettings
-from .options import TrainingOptions
-from .progress import note
-from .settings import FILLED, Options, grouped
-from .training_shown import launched_command
+from ...trainers.training.settings import TrainSettings
+from ..options import TrainingOptions
+from ..progress import note
+from ..settings import FILLED, Options, grouped
+from ..training_shown import launched_command
 
 if TYPE_CHECKING:
-    from ..trainers.training.inputs import PreparedTrain
-    from ..trainers.training.report import TrainOutcome
+    from ...trainers.training.inputs import PreparedTrain
+    from ...trainers.training.report import TrainOutcome
 
 
 grouped(TrainSettings)
@@ -37,7 +37,7 @@ def train_command(
     model
         Hub id or directory, or a config.json for random weights.
     """
-    from ..trainers.training.inputs import prepare_train
+    from ...trainers.training.inputs import prepare_train
 
     def prepare() -> PreparedTrain:
         return prepare_train(settings, model, options.output_dir, notify=note, **options.how)
@@ -50,10 +50,10 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..plugins.huggingface_hub.cards import CARD_FILE
-    from ..trainers.runs.report import REPORT_FILE
-    from ..trainers.training.report import CHART_FILE, measures
-    from .show import console, show_next
+    from ...plugins.huggingface_hub.cards import CARD_FILE
+    from ...trainers.runs.report import REPORT_FILE
+    from ...trainers.training.report import CHART_FILE, measures
+    from ..show import console, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name

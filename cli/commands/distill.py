@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..trainers.distillation.command.run_files import DistillSettings
-from .options import TrainingOptions
-from .progress import note
-from .settings import FILLED, Options, grouped
-from .training_shown import launched_command
+from ...trainers.distillation.command.run_files import DistillSettings
+from ..options import TrainingOptions
+from ..progress import note
+from ..settings import FILLED, Options, grouped
+from ..training_shown import launched_command
 
 if TYPE_CHECKING:
-    from ..trainers.distillation.command.run_inputs import PreparedDistillation
-    from ..trainers.distillation.command.run_report import DistillationOutcome
+    from ...trainers.distillation.command.run_inputs import PreparedDistillation
+    from ...trainers.distillation.command.run_report import DistillationOutcome
 
 
 grouped(DistillSettings)
@@ -38,7 +38,7 @@ def distill_command(
     student
         Hub id or directory, or a config.json for random weights.
     """
-    from ..trainers.distillation.command.run_inputs import prepare_distillation
+    from ...trainers.distillation.command.run_inputs import prepare_distillation
 
     def prepare() -> PreparedDistillation:
         return prepare_distillation(settings, teacher, student, options.output_dir, notify=note, **options.how)
@@ -51,10 +51,10 @@ def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..plugins.huggingface_hub.cards import CARD_FILE
-    from ..trainers.distillation.command.run_report import CHART_FILE, comparison
-    from ..trainers.runs.report import REPORT_FILE
-    from .show import console, show_next
+    from ...plugins.huggingface_hub.cards import CARD_FILE
+    from ...trainers.distillation.command.run_report import CHART_FILE, comparison
+    from ...trainers.runs.report import REPORT_FILE
+    from ..show import console, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name

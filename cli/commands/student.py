@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ..ds_configs.specs.settings import HubSettings
-from ..trainers.distillation.student.request import StudentRequest
-from .options import WriteOptions
-from .progress import note
-from .settings import FILLED, Options, grouped
+from ...ds_configs.specs.settings import HubSettings
+from ...trainers.distillation.student.request import StudentRequest
+from ..options import WriteOptions
+from ..progress import note
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..trainers.distillation.student.maker import StudentReport
+    from ...trainers.distillation.student.maker import StudentReport
 
 grouped(StudentRequest)
 
@@ -41,7 +41,7 @@ def student_command(
     teacher
         Hub id or local model directory with safetensors weights.
     """
-    from ..trainers.distillation.student.run import student
+    from ...trainers.distillation.student.run import student
 
     how = {
         name: getattr(options, name)
@@ -64,9 +64,9 @@ def show_student(report: StudentReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..ds_configs.plan.measurement import printable
-    from ..ds_configs.specs.units import human_count
-    from .show import console, show_next
+    from ...ds_configs.plan.measurement import printable
+    from ...ds_configs.specs.units import human_count
+    from ..show import console, show_next
 
     plan, out = report.plan, console()
     table = Table(box=None, pad_edge=False)

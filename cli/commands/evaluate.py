@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.settings import Names, Paths
-from .options import ReportOptions
-from .progress import note, progress_on_stderr
-from .settings import FILLED, Options, grouped
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.settings import Names, Paths
+from ..options import ReportOptions
+from ..progress import note, progress_on_stderr
+from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ..plugins.lm_eval.tasks import TaskRequest
-    from ..trainers.evaluation.result import Evaluation
+    from ...plugins.lm_eval.tasks import TaskRequest
+    from ...trainers.evaluation.result import Evaluation
 
 
 @grouped
@@ -70,11 +70,11 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
     model
         Hub id or local directory with safetensors weights, plain or quantized.
     """
-    from ..ds_configs.plan.output import output_faults, reserved
-    from ..ds_configs.plan.write import write_files
-    from ..trainers.evaluation.evaluate import evaluate_model
-    from ..trainers.evaluation.report import evaluation_files
-    from ..trainers.evaluation.text_windows import TextRequest
+    from ...ds_configs.plan.output import output_faults, reserved
+    from ...ds_configs.plan.write import write_files
+    from ...trainers.evaluation.evaluate import evaluate_model
+    from ...trainers.evaluation.report import evaluation_files
+    from ...trainers.evaluation.text_windows import TextRequest
 
     output_dir, force = options.output_dir, options.force
     faults = _conflicts(options)
@@ -122,7 +122,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
 
 def _sources(options: EvaluateOptions, model: str) -> dict[str, str | None]:
     """Return what is read, by its part."""
-    from ..trainers.data.sources import local_place
+    from ...trainers.data.sources import local_place
 
     return {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
 
@@ -143,7 +143,7 @@ def _conflicts(options: EvaluateOptions) -> list[Fault]:
 
 
 def _task_request(options: EvaluateOptions) -> TaskRequest | None:
-    from ..plugins.lm_eval.tasks import TaskRequest
+    from ...plugins.lm_eval.tasks import TaskRequest
 
     if options.tasks is None:
         return None
@@ -162,9 +162,9 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     """Print what was found, the model beside its baseline."""
     from rich.text import Text
 
-    from ..ds_configs.plan.measurement import printable
-    from ..trainers.evaluation.report import FILE_NAMES, rows, verdict
-    from .show import console, print_compared
+    from ...ds_configs.plan.measurement import printable
+    from ...trainers.evaluation.report import FILE_NAMES, rows, verdict
+    from ..show import console, print_compared
 
     out, text, compared = console(), evaluation.text, evaluation.comparison is not None
     beside = "" if evaluation.baseline is None else f"  beside {printable(evaluation.baseline.name)}"
