@@ -127,8 +127,17 @@ def test_rooms_form_no_circles():
 
 def test_rooms_stay_small():
     # The command has one file for each verb.
-    counts = Counter(path.parent.relative_to(ROOT) for path in sources() if path.parent.name != "cli")
+    counts = Counter(path.parent.relative_to(ROOT) for path in sources())
     assert not {str(room): count for room, count in counts.items() if count > LARGEST_ROOM}
+
+
+def test_each_room_has_its_folder_of_tests_and_each_folder_its_room():
+    rooms = {path.parent.relative_to(ROOT) for path in sources() if path.parent.parent != ROOT}
+    tested = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert rooms <= tested
+    assert {
+        folder for folder in tested if folder.parts[:1] and folder.parts[0] in FLOORS and len(folder.parts) > 1
+    } <= rooms
 
 
 def test_files_and_functions_stay_short():

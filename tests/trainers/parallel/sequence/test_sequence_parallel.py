@@ -1,4 +1,4 @@
-"""Sequence and context parallelism: rules, shards and tiles, without ranks."""
+"""Sequence parallelism: rules, shards and tiles, without ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.legality.context import context_parallel_faults
 from shardwright.ds_configs.legality.sequence import sample_faults, sequence_parallel_faults
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.accelerate import ring_attention_cpu
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from shardwright.plugins.deepspeed.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
-from shardwright.trainers.parallel.context.callback import (
-    ContextParallelCollator,
-    check_context_parallel_trainer,
-    prepare_context_parallel,
-)
 from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
 from shardwright.trainers.parallel.sequence.checks import (
     argument_faults,
@@ -28,6 +21,7 @@ from shardwright.trainers.parallel.sequence.checks import (
 )
 from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
 from shardwright.trainers.parallel.sequence.tiling import tiling_faults
+from shared_sequences import arguments, sizes_of, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -40,23 +34,6 @@ LEGAL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "seq_len_tokens": 64,
 }
-CONTEXT: dict[str, Any] = {"context_parallel_size": 2, "engine": "fsdp2", "world_size": 4, "seq_len_tokens": 64}
-
-
-def tiny(**changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    set_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes | changes))
 
 
 @pytest.mark.parametrize(
@@ -129,39 +106,6 @@ def test_sizes_are_legal_exactly_when_deepspeed_takes_them(
     assert len(faults) == sum(1 for rest in broken if rest)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"context_parallel_size": 0}, "positive"),
-        ({"engine": "deepspeed"}, "runs on FSDP2 and not on deepspeed"),
-        ({"world_size": 3}, "3 % 2 = 1"),
-        ({"seq_len_tokens": 66}, "must be a multiple of 2 * cp (66 % 4 = 2); nearest legal values: 64 or 68"),
-        ({"attention": "flash_attention_2"}, "attn_implementation='sdpa'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"attention_window_tokens": 4096}, "looks back 4096 tokens"),
-        ({"model_type": "rwkv"}, "layers of rwkv"),
-        ({"model_type": "gpt2"}, "finds no attention to run in gpt2"),
-        ({"names_self_attention": False}, "named self_attn"),
-        ({"mask_dimensions": 4}, "more than 2 dimensions"),
-        ({"packed": True}, "own row"),
-        ({"left_padded": True}, "pad on the right"),
-        ({"rope_type": "dynamic"}, "last position of the whole sequence"),
-        ({"sequence_parallel_size": 2}, "sp = 2"),
-        ({"tensor_parallel_size": 2}, "tp = 2"),
-        ({"dp_replicate": 2, "dp_shard": 1}, "dp_shard > 1"),
-    ],
-)
-def test_context_parallel_rules(change: dict[str, Any], told: str) -> None:
-    (fault,) = context_parallel_faults(**CONTEXT | change)
-    assert told in str(fault)
-
-
-def test_legal_contexts() -> None:
-    assert context_parallel_faults(**CONTEXT) == []
-    assert context_parallel_faults(**CONTEXT | {"layer_types": ["full_attention"], "attention_window_tokens": 8}) == []
-    assert context_parallel_faults(context_parallel_size=1, engine="ddp", world_size=3, seq_len_tokens=5) == []
-
-
 def test_flash_kernels_may_read_packed_rows() -> None:
     assert sample_faults(left_padded=False, packed=True, attention="flash_attention_2", samples=1) == []
     assert sample_faults(left_padded=False, packed=True, attention="flash_attention_2", samples=2)
@@ -204,24 +148,6 @@ def _dynamic() -> dict[str, Any]:
 
 def stage3_without_reduce_scatter() -> Any:
     return SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
-
-
-def sizes_of(*, sp: int = 1, cp: int = 1, **more: Any) -> Any:
-    return SimpleNamespace(sp_size=sp, cp_size=cp, tp_size=1, **more)
-
-
-def arguments(**changes: Any) -> Any:
-    given: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "world_size": 4,
-        "average_tokens_across_devices": True,
-        "accelerator_config": SimpleNamespace(split_batches=False),
-        "deepspeed_plugin": SimpleNamespace(deepspeed_config={"train_batch_size": "auto"}),
-        "parallelism_config": None,
-        "label_smoothing_factor": 0.0,
-    }
-    return SimpleNamespace(**given | changes)
 
 
 @pytest.mark.parametrize(
@@ -463,79 +389,6 @@ def test_what_cannot_be_tiled() -> None:
         assert "use_liger_kernel" in told(tiny(), arguments(use_liger_kernel=True), **{switch: True})
 
 
-def test_context_parallel_batches() -> None:
-    def collate(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-        ids = torch.tensor(rows)
-        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "scale": torch.ones(len(rows))}
-
-    batch = ContextParallelCollator(collate, 2, pad_token_id=9)([[1, 2, 3, 4, 5]])
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
-    assert batch["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORED, IGNORED, IGNORED]]
-    assert batch.keys() == {"input_ids", "labels", "scale"}
-    masked = ContextParallelCollator(lambda ids: {**collate(ids), "attention_mask": torch.tensor([[0, 1]])}, 2)
-    with pytest.raises(UsageError, match="left padding"):
-        masked([[1, 2]])
-
-
-def test_positions_that_the_trainer_would_not_make() -> None:
-    def collated(positions: list[int], **more: Any) -> dict[str, Any]:
-        ids = torch.tensor([[1, 2, 3]])
-        batch = {"input_ids": ids, "position_ids": torch.tensor([positions]), **more}
-        return ContextParallelCollator(lambda _: batch, 2)([])
-
-    assert "position_ids" not in collated([0, 1, 2])
-    assert collated([0, 1, 1], attention_mask=torch.tensor([[1, 1, 0]])).keys() == {"input_ids"}
-    with pytest.raises(UsageError, match="count the tokens of a row from 0"):
-        collated([3, 4, 5])
-
-
-def test_context_parallelism_keeps_replicas_and_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.utils import TorchContextParallelConfig
-
-    handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
-
-    def prepared(**changes: Any) -> Any:
-        given = arguments(
-            fsdp=True,
-            deepspeed_plugin=None,
-            world_size=8,
-            device=torch.device("cpu"),
-            accelerator_config=SimpleNamespace(split_batches=False, dispatch_batches=None),
-            **changes,
-        )
-        prepare_context_parallel(given, tiny(), 2)
-        return given
-
-    given = prepared(parallelism_config=sizes_of(cp=2, dp_replicate_size=2, cp_handler=handler))
-    assert given.accelerator_config.dispatch_batches is False
-    config = given.parallelism_config
-    assert (config.cp_size, config.dp_replicate_size, config.dp_shard_size) == (2, 2, 2)
-    assert config.cp_handler is handler
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
-    assert prepared().parallelism_config.dp_shard_size == 2
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "3")
-    with pytest.raises(UsageError, match="must divide the 4 ranks beside cp = 2"):
-        prepared()
-    monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
-    wrong = {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "average_tokens_across_devices": False}
-    with pytest.raises(UsageError) as caught:
-        prepared(**wrong, neftune_noise_alpha=5.0)
-    assert {fault.where for fault in caught.value.faults} == {*wrong, "neftune_noise_alpha"}
-
-
-def test_trainers_that_context_parallelism_refuses(tmp_path: Any) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    own = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    check_context_parallel_trainer(plain := Trainer(model=tiny(), args=own))
-    with pytest.raises(UsageError, match="wrong under context parallelism"):
-        plain.evaluate(eval_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
-    losing = Trainer(model=tiny(), args=own, compute_loss_func=print, compute_metrics=print)  # type: ignore[arg-type]
-    with pytest.raises(UsageError) as caught:
-        check_context_parallel_trainer(losing)
-    assert [fault.where for fault in caught.value.faults] == ["compute_loss_func", "compute_metrics"]
-
-
 def test_borders_of_documents_are_told_by_positions() -> None:
     borders = {"cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
     batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), **borders}
@@ -574,24 +427,3 @@ def test_tiles_of_an_earlier_run_are_replaced_and_taken_away() -> None:
     mlps(model)[1].forward = print
     with pytest.raises(UsageError, match="somebody else's"):
         tile_mlps(model, 2)
-
-
-def test_context_parallel_checks_before_anything_is_made() -> None:
-    given = arguments(
-        fsdp=[], deepspeed_plugin=None, parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
-    )
-    with pytest.raises(UsageError) as caught:
-        prepare_context_parallel(given, tiny(attn_implementation="eager"), 3)
-    assert [fault.where for fault in caught.value.faults] == [
-        *("cp", "cp", "attn_implementation"),
-        *("parallelism_config.sp_size", "parallelism_config.cp_size"),
-    ]
-
-
-def test_ring_of_torch_is_for_cuda_alone() -> None:
-    """Fails when torch (2.13.0) has a ring for the CPU's attention."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    own = ring_attention_cpu.__name__
-    assert ring.custom_ops
-    assert not [name for name, work in ring.custom_ops.items() if "cpu" in str(name) and work.__module__ != own]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -12,9 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.lm_eval import tasks as harness
-from shardwright.plugins.lm_eval.tasks import TaskRequest, run_tasks, task_faults
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.evaluation.report import FILE_NAMES, verdict
 from transformers import LlamaForCausalLM
@@ -178,33 +174,6 @@ def test_exit_codes(shell, tiny_llama, tmp_path, arguments, code, message):
     assert result.code == code, result.err
     assert message in result.err
     assert result.err.splitlines()[-1].startswith("error: ")
-
-
-def test_tasks_that_cannot_be_run(task_directory, tiny_llama, monkeypatch):
-    class Manager:
-        def __init__(self, include_path: Any = None, include_defaults: bool = True) -> None:
-            self.all_tasks = ["hellaswag", "arc_easy"] if include_defaults else []
-            self.all_subtasks = self.all_tasks
-
-    request = TaskRequest(names=("helaswag", "qqqqqqqq"), limit=0, few_shot=-1)
-    harness._indexed.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr("lm_eval.tasks.TaskManager", Manager)
-        limit, few_shot, near, far = task_faults(request)
-    harness._indexed.cache_clear()
-    assert (limit.where, few_shot.where) == ("--limit", "--few-shot")
-    assert near.fix == "did you mean hellaswag?" and "ls tasks" in far.fix
-    (missing,) = task_faults(TaskRequest(names=("x",), include_path=task_directory / "none"))
-    assert "is no directory" in missing.rule
-    model = LlamaForCausalLM.from_pretrained(tiny_llama)
-    lost = TaskRequest(names=("tiny_lost",), include_path=task_directory)
-    assert task_faults(lost) == []
-    with pytest.raises(ShardwrightError, match=r"--tasks tiny_lost: .*none\.jsonl"):
-        run_tasks(model, byte_tokenizer(512), lost, batch_size=2)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(harness, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    (absent,) = task_faults(TaskRequest(names=("hellaswag",)))
-    assert absent.fix == "pip install lm-eval"
 
 
 def test_a_verdict_says_what_noise_allows(tiny_llama, halved_llama, tmp_path):

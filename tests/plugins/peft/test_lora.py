@@ -1,0 +1,37 @@
+"""LoRA by peft: which layers, which dtype, and names that no layer has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.peft.lora import DEFAULT_RANK, add_lora, four_bit_loading
+from shared_sequences import tiny
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("targets", "layers"), [("q_proj, v_proj", 2), (None, 7), ("all-linear", 7)])
+def test_only_adapters_train(targets: str | None, layers: int) -> None:
+    model = add_lora(tiny(), rank=None, targets=targets, fp32_adapters=True)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert len(trained) == 2 * layers * model.config.num_hidden_layers
+    assert all(DEFAULT_RANK in each.shape and "lora" in name for name, each in trained.items())
+
+
+@pytest.mark.parametrize(("fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_adapters_are_fp32_where_no_engine_keeps_such_a_copy(fp32: bool, dtype: torch.dtype) -> None:
+    model = add_lora(tiny().bfloat16(), rank=2, targets="q_proj", fp32_adapters=fp32)
+    assert {each.dtype for each in model.parameters() if each.requires_grad} == {dtype}
+
+
+def test_a_name_that_no_layer_has_is_told_with_those_that_are_there() -> None:
+    with pytest.raises(UsageError, match="names no module of the model") as refused:
+        add_lora(tiny(), rank=2, targets="query", fp32_adapters=True)
+    assert "q_proj" in str(refused.value) and "all-linear" in str(refused.value)
+
+
+def test_four_bit_weights_are_stored_as_what_fsdp_divides() -> None:
+    asked = four_bit_loading(torch.bfloat16)
+    assert (asked.bnb_4bit_quant_storage, asked.bnb_4bit_compute_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert asked.bnb_4bit_quant_type == "nf4" and asked.bnb_4bit_use_double_quant

@@ -1,0 +1,44 @@
+"""Engines on this machine: found by the program on PATH, judged by their own libraries, kept from a port in use."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.serving import engine
+from shardwright.plugins.serving.engine import InstalledEngine, become_server, port_faults, server_faults
+
+READ_BY = InstalledEngine(python=Path(sys.executable), versions={"compressed-tensors": "0.17.0"})
+SECTION = {"quant_method": "compressed-tensors", "version": "9.0"}
+
+
+def test_what_the_engines_own_library_says_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server_faults("vllm", READ_BY, {"quant_method": "gptq"}) == []
+    monkeypatch.setattr(engine, "_VALIDATE", "import sys; sys.exit('weights: unknown field')")
+    (fault,) = server_faults("vllm", READ_BY, SECTION)
+    assert "which 9.0 wrote (weights: unknown field)" in fault.rule and fault.value == "0.17.0"
+    assert server_faults("sglang", READ_BY, SECTION) == []
+
+
+def test_an_interpreter_that_is_gone_is_told() -> None:
+    lost = InstalledEngine(python=Path("/nowhere/python"), versions={})
+    (fault,) = server_faults("vllm", lost, SECTION)
+    assert "it did not answer: FileNotFoundError" in fault.rule
+
+
+def test_a_port_in_use_and_a_host_of_another_machine() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        (fault,) = port_faults("127.0.0.1", taken.getsockname()[1])
+    assert "cannot be listened on" in fault.rule
+    # RFC 5737 keeps this address for documentation: no machine has it.
+    assert [each.where for each in port_faults("192.0.2.1", 8000)] == ["port"]
+
+
+def test_a_program_that_does_not_start() -> None:
+    with pytest.raises(UsageError, match="does not start"):
+        become_server(["/nowhere/vllm", "serve"])
