@@ -238,6 +238,19 @@ def lora_targets_exist(candidate: Candidate) -> Fault | None:
     return Fault(where="lora_targets", value=",".join(missing), rule="match no Linear module", fix=fix)
 
 
+def unseen_code_is_trained_whole(candidate: Candidate) -> Fault | None:
+    """A model of remote code is divided by ZeRO alone: FSDP2 and the axes name its modules, which nobody has seen."""
+    strategy = candidate.strategy
+    if candidate.model.source != "structure" or (strategy.engine != "fsdp2" and not strategy.axes):
+        return None
+    return Fault(
+        where="model",
+        value=candidate.model.architecture,
+        rule="is code of its repository, whose modules FSDP2 and parallel axes would have to name",
+        fix="use a ZeRO stage",
+    )
+
+
 def settings_are_proven(candidate: Candidate) -> list[Fault]:
     """The optimizer, the precision and what else a job has go with the engine and the axes of the layout."""
     job, strategy = candidate.job, candidate.strategy
@@ -269,6 +282,7 @@ RULES: tuple[Rule, ...] = (
     sequence_fits_the_positions,
     chunked_loss_is_supported,
     lora_targets_exist,
+    unseen_code_is_trained_whole,
     *PARALLEL_RULES,
 )
 """All rules, in the order in which they are checked."""

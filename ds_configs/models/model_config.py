@@ -13,7 +13,7 @@ from .families import CONFIG_FIELDS, FAST_FAMILIES
 LARGEST_CONFIG_BYTES = 4 * 2**20
 """A `config.json` beyond this size is not one (the largest public ones hold some hundred kB of label maps)."""
 
-_LIMITS: Mapping[str, int] = {
+_LIMITS: dict[str, int] = {
     "num_hidden_layers": 10_000,
     "hidden_size": 1_000_000,
     "intermediate_size": 10_000_000,
@@ -33,6 +33,8 @@ _REPEATED = re.compile(r"(layers?|depths?|blocks|stages|experts)$")
 """Endings of the fields that transformers builds modules in a loop for, in any family."""
 # Transformers builds a module for each: a config from elsewhere that asks for a billion would fill the memory.
 _MOST_REPEATS = 10_000
+_MOST_BUILT_LAYERS = 1_000
+"""Layers of a family that is counted on the meta device, in milliseconds for each: eight times Llama 405B's."""
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention")
 
 
@@ -143,11 +145,12 @@ def _size_faults(
 ) -> list[Fault]:
     """Return the sizes that are no sizes; `one_per_layer` allows a list with the size of each layer or stage."""
     faults = [
-        Fault(where=f"{source}: {name}", value=value, rule=f"is beyond {_MOST_REPEATS:,}, which no model repeats")
+        Fault(where=f"{source}: {name}", value=value, rule=f"is beyond {_most(name):,}, which no model repeats")
         for name, value in config.items()
-        if name not in _LIMITS and _REPEATED.search(name) and _largest(value) > _MOST_REPEATS
+        if name not in _LIMITS and _REPEATED.search(name) and _largest(value) > _most(name)
     ]
-    for field, limit in _LIMITS.items():
+    limits = _LIMITS | ({"num_hidden_layers": _MOST_BUILT_LAYERS} if one_per_layer else {})
+    for field, limit in limits.items():
         name = names.get(field, field)
         if name not in config:
             continue
@@ -160,6 +163,11 @@ def _size_faults(
         if not _is_size(value, limit) and not zero_allowed:
             faults.append(Fault(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}"))
     return faults
+
+
+def _most(name: str) -> int:
+    """Return how often a field may repeat modules; those of layers hold several each."""
+    return _MOST_REPEATS if name.endswith("experts") else _MOST_BUILT_LAYERS
 
 
 def _largest(value: object) -> int:

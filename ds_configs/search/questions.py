@@ -300,6 +300,10 @@ _TRUSTED_TOKENS = 262_144
 def doubts(strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[str, ...]:
     """Return where a predicted step time goes beyond what was checked or stated; empty where it does not."""
     found = []
+    if model.source == "structure":
+        found.append(
+            f"{model.architecture} needs code of its own, which was not run: memory and time are of its structure"
+        )
     if hardware_constants(hardware).assumed:
         found.append(f"no step times of {hardware.gpu} are published here: the constants of A100 stand in")
     if hardware.world_size > _TRUSTED_RANKS:

@@ -91,8 +91,9 @@ class ModelSpec:
     """The attention implementation that `config.json` asks for; `None` leaves it to transformers (sdpa)."""
     rope_type: str = ""
     """How `config.json` scales rotary angles; empty for the plain ones."""
-    source: Literal["config", "meta"]
-    """`config`: the closed form of a known family; `meta`: built by transformers on the meta device."""
+    source: Literal["config", "meta", "structure"]
+    """`config`: the closed form of a known family; `meta`: built by transformers on the meta device; `structure`: what
+    the files of a model of remote code say of it."""
 
     def __hash__(self) -> int:
         """Return a hash that does not walk all parameters: models are keys of many caches."""

@@ -61,7 +61,7 @@ def plan(
     tell = notify or (lambda _: None)
     completing = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
     cluster = _cluster(hardware, {name: value for name, value in completing.items() if value is not None})
-    loaded = load_model_spec(model, revision=revision) if isinstance(model, str) else model
+    loaded = load_model_spec(model, revision=revision, by_structure=True) if isinstance(model, str) else model
     if job is None and "seq_len" not in words:
         words["seq_len"] = _longest_training(loaded, tell)
     wanted = job_from_words(words, job)
@@ -105,7 +105,9 @@ def _activations_without_coefficients(
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
     kind = f"{loaded.spec.model_type} with eager attention" if loaded.spec.attention == "eager" else None
     name = kind or loaded.spec.model_type
-    if traced:
+    if loaded.spec.source == "structure":
+        tell("memory of activations is an upper bound from its structure")
+    elif traced:
         tell(f"no stored activations for {name}: tracing the model, which takes minutes")
         source = TracedActivations(loaded, job)
         try:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...ds_configs.models.families import model_spec_from_config
+from ...ds_configs.models.structure import model_spec_from_structure
 from ...ds_configs.specs.model import ModelSpec
-from ..huggingface_hub.hub import read_model_source
+from ..huggingface_hub.hub import ModelSource, read_model_source, stored_shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +22,10 @@ class LoadedModel:
     """Remarks about the source, such as a quantized checkpoint."""
 
 
-def load_model_spec(model: str, *, revision: str | None = None) -> LoadedModel:
+def load_model_spec(model: str, *, revision: str | None = None, by_structure: bool = False) -> LoadedModel:
     """Return the specification of a Hub id, local directory or `config.json`; torch loads only for rarer families.
+
+    `by_structure` counts a decoder that needs code of its own by its files, where it is else refused.
 
     Raises:
         UsageError: nothing of that name exists.
@@ -31,6 +34,9 @@ def load_model_spec(model: str, *, revision: str | None = None) -> LoadedModel:
     """
     source = read_model_source(model, revision=revision)
     spec = model_spec_from_config(source.config, name=source.name, revision=source.revision)
+    notes: list[str] = []
+    if spec is None and by_structure and "auto_map" in source.config:
+        spec = _spec_from_files(source, notes)
     if spec is None:
         from ..transformers.meta_model import model_spec_from_meta
 
@@ -41,7 +47,11 @@ def load_model_spec(model: str, *, revision: str | None = None) -> LoadedModel:
         attention=_attention(source.config) or spec.attention,
         rope_type=_rope_type(source.config),
     )
-    notes = []
+    named = (source.config.get("architectures") or [spec.architecture])[0]
+    if named != spec.architecture:
+        notes.append(
+            f"architectures = {named!r} is no class of the installed transformers: taken as {spec.architecture}"
+        )
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method is not None:
         notes.append(f"the checkpoint is quantized ({method}); the plan counts its weights in training precision")
@@ -49,6 +59,21 @@ def load_model_spec(model: str, *, revision: str | None = None) -> LoadedModel:
     if method is None and stored is not None and not _counts_agree(spec, stored):
         notes.append(f"the checkpoint holds {stored:,} parameters, {spec.architecture} has {spec.parameter_count:,}")
     return LoadedModel(spec=spec, config=source.config, notes=tuple(notes))
+
+
+def _spec_from_files(source: ModelSource, notes: list[str]) -> ModelSpec | None:
+    """Return the specification of a model that transformers does not know by its files, and note that it is one."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if source.config["model_type"] in CONFIG_MAPPING_NAMES:
+        return None
+    quantized = bool(source.config.get("quantization_config"))
+    shapes = None if quantized else stored_shapes(source)
+    spec = model_spec_from_structure(source.config, name=source.name, revision=source.revision, shapes=shapes)
+    if spec is not None:
+        what = "the shapes of its checkpoint" if shapes else "its sizes, counted as a decoder of Llama's kind"
+        notes.append(f"{spec.architecture} is code of its repository, which is not run: planned from {what}")
+    return spec
 
 
 def _layer_types(config: dict[str, Any]) -> tuple[str, ...]:

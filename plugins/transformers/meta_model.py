@@ -8,21 +8,22 @@ transformers does not know. Building also writes into nested mappings, so it get
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
 
+from ...ds_configs.models.structure import LAYER_INDEX, parameter_group
 from ...ds_configs.specs.dimensions import Dimensions
 from ...ds_configs.specs.errors import Fault, RefusedInputError
 from ...ds_configs.specs.model import Group, ModelSpec, ParameterKind, ParameterShape
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
 
+_MOST_MODULES = 200_000
+"""Modules of a model that is built here, some ten seconds and a gigabyte; the largest public ones have a tenth."""
 _CODE_FIELDS = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
-_LAYER_INDEX = re.compile(r"\.\d+\.")
 _POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
@@ -39,17 +40,20 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
 
     model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING_NAMES:
-        fix = "its own code would be needed, which Shardwright does not run" if "auto_map" in config else ""
         written = config.get("transformers_version")
-        if not fix and isinstance(written, str):
+        if "auto_map" in config:
+            fix = "its own code would be needed, which Shardwright does not run"
+        elif isinstance(written, str):
             fix = f"its config was written by transformers {written}, which knows it"
+        else:
+            fix = "its config names no version that knows it"
         rule = f"is unknown to transformers {transformers.__version__}"
         raise RefusedInputError(Fault(where=f"{source}: model_type", value=model_type, rule=rule, fix=fix))
     values = _without_code(config)
     del values["model_type"]
     architecture = (config.get("architectures") or [None])[0]
     try:
-        with _no_network(), torch.device("meta"):
+        with _no_network(), _counted_modules(), torch.device("meta"):
             built = transformers.AutoConfig.for_model(model_type, **values)
             model_class = _model_class(transformers, architecture)
             if model_class is not None:
@@ -89,6 +93,26 @@ def _no_network() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _counted_modules() -> Iterator[None]:
+    """Stop a model that grows beyond `_MOST_MODULES`, which only a hostile or mistaken configuration asks for."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES:
+            raise ValueError(f"it has more than {_MOST_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _model_class(transformers: Any, architecture: object) -> Any:
@@ -218,8 +242,8 @@ def _parameter_shapes(model: Any) -> tuple[ParameterShape, ...]:
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         kind = _kind(owner, name, parameter)
-        group: Group = "head" if owner is head else _group(name, kind)
-        counts[(_LAYER_INDEX.sub(".*.", name, count=1), tuple(parameter.shape), group, kind)] += 1
+        group: Group = "head" if owner is head else parameter_group(name, kind)
+        counts[(LAYER_INDEX.sub(".*.", name, count=1), tuple(parameter.shape), group, kind)] += 1
     return tuple(
         ParameterShape(name=name, shape=shape, count=count, group=group, kind=kind)
         for (name, shape, group, kind), count in counts.items()
@@ -237,13 +261,3 @@ def _kind(owner: Any, name: str, parameter: Any) -> ParameterKind:
     if name.endswith(".bias"):
         return "bias"
     return "linear" if class_name in ("Linear", "Conv1D") else "other"
-
-
-def _group(name: str, kind: ParameterKind) -> Group:
-    if kind in ("norm", "embedding", "experts"):
-        return kind
-    lowered = name.lower()
-    if "attn" in lowered or "attention" in lowered:
-        return "attention"
-    mlp_names = ("mlp", "ffn", "feed_forward", "fc1", "fc2", "intermediate", "densereludense", ".output.")
-    return "mlp" if any(part in lowered for part in mlp_names) else "other"

@@ -137,6 +137,7 @@ def hidden_kernel(directory: Path) -> None:
 
 
 def remote_code(directory: Path) -> None:
+    """Only `plan` takes it, by its structure."""
     _config(directory, model_type="ours", auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"})
     (directory / "code.py").write_text(f"import pathlib\npathlib.Path({str(directory / 'ran')!r}).touch()\n")
 

@@ -205,6 +205,7 @@ def models(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
             told = (lines or done.stderr.strip().splitlines() or [""])[0]
             refused = done.returncode in (2, 4) and "Traceback" not in done.stderr and str(directory) in told
             unseen = command in READS_NO_WEIGHTS and name in (*SEEN_IN_DATA, *NAMES_KERNEL)
+            unseen = unseen or (command, name) == ("plan", "remote_code")
             happened = f"exit {done.returncode}" + (f": {told}" if done.returncode else "")
             left = [*output.rglob("*.safetensors"), *directory.glob("ran")] if output.exists() or refused else []
             right = (refused or (unseen and done.returncode == 0)) and not left

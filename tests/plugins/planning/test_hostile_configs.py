@@ -1,0 +1,170 @@
+"""Configurations that nobody meant: a plan or one line of why not, with little built, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from shardwright.ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.transformers import meta_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VISION = {**SIZES, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+LINEAR = {"num_experts": 4, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 128},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 100},
+    "qwen3_moe": SIZES | EXPERTS | {"num_experts": 4, "mlp_only_layers": []},
+    "gemma3_text": SIZES | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
+    "gemma3": {"text_config": SIZES | {"model_type": "gemma3_text"}, "vision_config": VISION, "mm_tokens_per_image": 1},
+    "deepseek_v3": SIZES | EXPERTS | LATENT,
+    "qwen3_next": SIZES | EXPERTS | LINEAR,
+    "bert": SIZES | {"max_position_embeddings": 64},
+    "whisper": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 100, "pad_token_id": 0}
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 64},
+    "clip": {"text_config": SIZES | {"max_position_embeddings": 16}, "vision_config": VISION, "projection_dim": 8},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 100},
+    "unheard_of": SIZES | {"auto_map": {"AutoModelForCausalLM": "code.OwnForCausalLM"}},
+}
+ABSURD: tuple[Any, ...] = (
+    *(None, -1, 0, 1_000, 10**6, 10**9, 10**30, 1.5, float("inf"), True, "x", ""),
+    *([], [-1], [10**9, None], ["x"], [["global"], 10**9], {}, {"a": None}, {"text_config": {}}),
+    {"rope_type": "x", "num_hidden_layers": -1},
+)
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> dict[str, Any]:
+    """A small configuration of a family, one or two of whose values, nested ones too, are dropped or replaced."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    config = json.loads(json.dumps(FAMILIES[family] | {"model_type": family}))
+    for _ in range(draw(st.integers(1, 2))):
+        places = [(config, key) for key in config]
+        places += [(part, key) for part in config.values() if isinstance(part, dict) for key in part]
+        part, key = draw(st.sampled_from(places))
+        if draw(st.booleans()):
+            part[key] = draw(st.sampled_from(ABSURD))
+        else:
+            del part[key]
+    return config
+
+
+@settings(max_examples=60)
+@given(config=hostile())
+def test_any_config_is_planned_or_refused(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> None:
+    file = tmp_path_factory.mktemp("hostile") / "config.json"
+    file.write_text(json.dumps(config))
+    try:
+        plan(str(file), "1xA100-80GB", seq_len=16, micro_batch_size=1, calibration=None)
+    except ShardwrightError as error:
+        assert error.exit_code in (2, 3, 4)
+        assert len(str(error).splitlines()) == len(getattr(error, "faults", str(error).splitlines()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_configs_are_sound_as_they_are(family: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(FAMILIES[family] | {"model_type": family}))
+    assert plan(str(file), "1xA100-80GB", seq_len=16, micro_batch_size=1, calibration=None).model.parameter_count > 1000
+
+
+def refusal(tmp_path: Path, config: dict[str, Any]) -> Fault:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises((RefusedInputError, UsageError)) as caught:
+        plan(str(file), "1xA100-80GB", calibration=None)
+    (fault,) = caught.value.faults
+    return fault
+
+
+def test_layers_beyond_any_model_are_refused_before_one_is_built(tmp_path: Path) -> None:
+    assert (
+        "from 1 to 1,000"
+        in refusal(tmp_path, FAMILIES["bert"] | {"model_type": "bert", "num_hidden_layers": 5_000}).rule
+    )
+    tower = FAMILIES["gemma3"] | {"model_type": "gemma3", "vision_config": VISION | {"num_hidden_layers": 5_000}}
+    assert refusal(tmp_path, tower).where.endswith("vision_config: num_hidden_layers")
+    assert "1,000" in refusal(tmp_path, FAMILIES["whisper"] | {"model_type": "whisper", "decoder_layers": 5_000}).rule
+
+
+def test_a_model_that_grows_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_model, "_MOST_MODULES", 10)
+    assert "has more than 10 modules" in refusal(tmp_path, FAMILIES["bert"] | {"model_type": "bert"}).rule
+
+
+@pytest.mark.parametrize(
+    ("more", "way_out"),
+    [
+        ({"transformers_version": "7.1.0"}, "was written by transformers 7.1.0, which knows it"),
+        ({}, "names no version that knows it"),
+    ],
+)
+def test_an_unknown_model_type_names_the_version_that_knows_it(
+    more: dict[str, Any], way_out: str, tmp_path: Path
+) -> None:
+    fault = refusal(tmp_path, SIZES | {"model_type": "unheard_of", **more})
+    assert (fault.value, way_out in fault.fix) == ("unheard_of", True)
+
+
+def test_an_unknown_class_of_a_known_family_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama", "architectures": ["LlamaForAll"]}))
+    loaded = load_model_spec(str(tmp_path))
+    assert (loaded.spec.architecture, len(loaded.notes)) == ("LlamaForCausalLM", 1)
+    assert "LlamaForAll" in loaded.notes[0]
+
+
+def test_remote_code_is_planned_from_its_sizes_and_marked(tmp_path: Path) -> None:
+    config = FAMILIES["unheard_of"] | {"model_type": "unheard_of"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedInputError, match="which Shardwright does not run"):
+        load_model_spec(str(tmp_path))
+    told: list[str] = []
+    made = plan(str(tmp_path), "4xA100-80GB", seq_len=64, calibration=None, notify=told.append)
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
+    assert made.model.parameter_count == load_model_spec(str(tmp_path)).spec.parameter_count
+    assert (made.model.source, made.activations, made.model.architecture) == (
+        "structure",
+        "upper bound",
+        "OwnForCausalLM",
+    )
+    assert any("which is not run" in line for line in told)
+    assert any("needs code of its own" in doubt for doubt in made.to_dict()["doubts"])
+    assert {layout.strategy.engine for layout in (made.chosen, *made.rejected)} <= {"ddp", "deepspeed"}
+    assert not any(layout.strategy.axes for layout in (made.chosen, *made.rejected))
+
+
+def test_remote_code_is_planned_from_the_shapes_of_its_checkpoint(tmp_path: Path) -> None:
+    config = FAMILIES["unheard_of"] | {"model_type": "unheard_of"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "own.embed.weight": (100, 32),
+        "own.head.weight": (100, 32),
+        **{f"own.layers.{i}.attention.qkv.weight": (64, 32) for i in range(2)},
+        **{f"own.layers.{i}.ffn.up.weight": (40, 32) for i in range(2)},
+        **{f"own.layers.{i}.norm1.weight": (32,) for i in range(2)},
+        **{f"own.layers.{i}.moe.experts.w": (4, 16, 32) for i in range(2)},
+    }
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    spec = load_model_spec(str(tmp_path), by_structure=True).spec
+    assert spec.parameter_count == 2 * 3200 + 2 * (2048 + 1280 + 32 + 2048)
+    groups = {"embedding": 3200, "head": 3200, "attention": 4096, "mlp": 2560, "norm": 64, "experts": 4096}
+    assert spec.group_counts() == groups
+    assert not spec.tied_embeddings
+    assert plan(str(tmp_path), "1xA100-80GB", seq_len=64, calibration=None).activations == "upper bound"
