@@ -32,6 +32,7 @@ def environment_facts() -> dict[str, Any]:
     import torch
 
     from ...plugins.deepspeed.engine import has_libaio
+    from ...plugins.llm_compressor.ceilings import installation_of_quantize
     from ...plugins.planning.from_names import installed_versions
 
     accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -41,6 +42,7 @@ def environment_facts() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "versions": dict(installed_versions()),
+        "extra_quantize": installation_of_quantize(),
         "accelerators": ", ".join(accelerators) or "none",
         "cpu_cores": os.cpu_count(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

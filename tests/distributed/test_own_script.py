@@ -92,10 +92,11 @@ def test_a_script_that_leaves_the_plan_is_told_by_its_ranks(
 ) -> None:
     plan = planned(model, tmp_path / "plan", "zero2")
     launch = [*warm_command("shardwright"), "launch", plan]
-    other = json.loads((plan / "training_arguments.json").read_text()) | {"per_device_train_batch_size": 1}
+    other = json.loads((plan / "training_arguments.json").read_text()) | {"per_device_train_batch_size": 3}
     (tmp_path / "other.json").write_text(json.dumps(other))
     shown = ran(*launch, EXAMPLES / "own_trainer.py", model, tmp_path / "other.json", cwd=tmp_path)
-    assert shown.count("per_device_train_batch_size was 1, the plan says 2: the predicted memory and time") == 1
+    assert shown.count("per_device_train_batch_size was 3, the plan says 2: the predicted memory and time") == 1
+    assert shown.count("Accelerate fills the last batch of each epoch with 2 samples of its beginning") == 1
     another = planned(model, tmp_path / "another", "zero3", micro_batch_size=4)
     shown = ran(*launch, EXAMPLES / "own_deepspeed_loop.py", model, another, cwd=tmp_path)
     assert "train_micro_batch_size_per_gpu is 4, the plan says 2" in shown

@@ -14,6 +14,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
+from ...plugins.accelerate.repeated_samples import repeated_samples
 from ...plugins.launching.elastic import recorded
 from ...plugins.launching.notes import note_on_first_rank
 from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
@@ -21,8 +22,10 @@ from ..runs.differences import argument_differences
 
 _TRAINERS: list[Any] = []
 """Arguments of the trainers that the script made, which speak for the engines below them."""
-
-
+_REPEATED = (
+    "Accelerate fills the last batch of each epoch with {} samples of its beginning, which count twice; "
+    "shardwright.trainer_for leaves them out of the loss"
+)
 _REFERENCE_WITHOUT_WEIGHTS = (
     "under FSDP2 TRL 1.16.0 shards the reference of a DPOTrainer without the weights that only the first rank loaded, "
     "and the losses are wrong; begin the script with os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'] = 'false'"
@@ -53,6 +56,8 @@ def follow_trainers(plan: Plan) -> None:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for line in argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size):
                 note_on_first_rank(f"{line}: the predicted memory and time are not this run's")
+            if repeated := repeated_samples(kwargs.get("train_dataloader")):
+                note_on_first_rank(_REPEATED.format(repeated))
             if type(args).__name__ == "DPOConfig" and _loads_on_first_rank():
                 note_on_first_rank(_REFERENCE_WITHOUT_WEIGHTS)
 
