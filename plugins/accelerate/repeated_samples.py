@@ -3,8 +3,8 @@
 Seen with accelerate 1.15.0 (data_loader.py): with `even_batches`, which is the default, the last batches of an epoch
 are filled up with its first samples, which the mean over tokens then counts twice: seven samples on two ranks train as
 eight. `BatchSamplerShard` repeats samples of a data set, `DataLoaderDispatcher` those of a stream that the first rank
-reads for all, `IterableDatasetShard` those of a stream that each rank reads for itself. `gather_for_metrics` leaves them
-out of an evaluation; nothing does while a model trains.
+reads for all, `IterableDatasetShard` those of a stream that each rank reads for itself. `gather_for_metrics` leaves
+them out of an evaluation; nothing does while a model trains.
 """
 
 from __future__ import annotations
