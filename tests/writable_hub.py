@@ -17,6 +17,8 @@ from huggingface_hub import constants
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REFUSING = "hf_unknown"
 READING = "hf_reads"
+SCOPED = "hf_scoped"
+"""May write to the organisation `lab`, and read what `ada` has."""
 WRITING = "hf_" + "NeverShowThisToken" * 2
 
 
@@ -51,7 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(401, {"error": "Invalid user token."})
         else:
             role = "read" if token == READING else "write"
-            self.answer(200, {"name": "ada", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": role}}})
+            access: dict[str, Any] = {"role": role}
+            if token == SCOPED:
+                own = {"entity": {"type": "user", "name": "ada"}, "permissions": ["repo.content.read"]}
+                shared = {"entity": {"type": "org", "name": "lab"}, "permissions": ["repo.write"]}
+                access = {"role": "fineGrained", "fineGrained": {"global": [], "scoped": [own, shared]}}
+            self.answer(200, {"name": "ada", "orgs": [{"name": "lab"}], "auth": {"accessToken": access}})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -44,13 +44,26 @@ def push_faults(repository: str | None) -> list[Fault]:
         if _status(error) == 401:
             return fault("the Hub does not accept the token", "hf auth login with a valid one")
         return fault(f"the Hub cannot be asked ({type(error).__name__})", "try again later, or leave the option out")
-    if owner.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        return fault("the token may only read", "make one with write access in the Hub's settings, then hf auth login")
     namespace, _, name = repository.rpartition("/")
+    token = owner.get("auth", {}).get("accessToken", {})
+    if token.get("role") == "read" or not _may_write(token, namespace or str(owner.get("name")), name):
+        return fault("the token may only read", "make one with write access in the Hub's settings, then hf auth login")
     known = [owner.get("name"), *(group.get("name") for group in owner.get("orgs", []))]
     if namespace and namespace not in known:
         return fault(f"the token's owner is not a member of {namespace}", f"use {owner.get('name')}/{name}")
     return []
+
+
+def _may_write(token: dict[str, Any], namespace: str, name: str) -> bool:
+    """Tell whether a token writes to a repository: one with scopes, where a scope of it or of its owner says so."""
+    scopes = token.get("fineGrained", {}).get("scoped")
+    if token.get("role") != "fineGrained" or scopes is None:
+        return True
+    places = (namespace, f"{namespace}/{name}")
+    return any(
+        scope.get("entity", {}).get("name") in places and "repo.write" in scope.get("permissions", ())
+        for scope in scopes
+    )
 
 
 def claim_repository(repository: str, *, private: bool) -> None:

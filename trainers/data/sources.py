@@ -205,7 +205,8 @@ def _hub_rows(source: Source, *, split: str, revision: str | None) -> Iterator[R
             rule = "is a script, which would run code of its repository"
             fix = "use its Parquet files: --dataset-revision refs/convert/parquet where the Hub has converted it"
             raise UsageError(Fault(where="dataset", value=source.name, rule=rule, fix=fix)) from None
-        raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({_one_line(error)})") from None
+        fix = "; HF_HUB_OFFLINE is set: unset it, or name a file" if "OfflineMode" in str(error) else ""
+        raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({_one_line(error)}){fix}") from None
 
 
 def _one_line(error: Exception) -> str:

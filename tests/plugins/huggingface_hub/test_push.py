@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.huggingface_hub.push import LEFT_OUT, claim_repository, push_directory, push_faults, pushed
-from writable_hub import READING, REFUSING, WRITING, WritableHub, writable_hub
+from writable_hub import READING, REFUSING, SCOPED, WRITING, WritableHub, writable_hub
 
 
 @pytest.fixture
@@ -39,6 +39,8 @@ def result(tmp_path: Path) -> Path:
         (WRITING, "else/tuned", "the token's owner is not a member of else; use ada/tuned"),
         (WRITING, "a/b/c", "is no name of a Hub repository"),
         (READING, "ada/tuned", "the token may only read"),
+        (SCOPED, "lab/tuned", None),
+        (SCOPED, "ada/tuned", "the token may only read"),
         (REFUSING, "ada/tuned", "the Hub does not accept the token"),
     ],
 )

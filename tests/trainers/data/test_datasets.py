@@ -323,6 +323,18 @@ def test_what_the_hub_says_is_one_line(monkeypatch: pytest.MonkeyPatch, raised: 
     assert "\n" not in str(caught.value)
 
 
+def test_a_dataset_script_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The library itself refuses to run it, in words that this reads."""
+    import datasets
+
+    script, load = tmp_path / "data" / "data.py", datasets.load_dataset
+    script.parent.mkdir()
+    script.write_text("raise SystemExit('it ran')\n")
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **how: load(str(script.parent), *rest, **how))
+    with pytest.raises(UsageError, match=r"dataset = 'org/data': is a script, .*--dataset-revision refs/convert"):
+        load_samples("org/data", tokenizer(), seq_len=8)
+
+
 def test_the_beginning_of_a_text_is_the_tokenizers_own() -> None:
     assert special_prefix(tokenizer()) == []
     made = tokenizer(bos=True)
