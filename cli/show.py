@@ -26,11 +26,13 @@ from ..ds_configs.step_time.estimate import StepTime
 from ..ds_configs.step_time.terms import time_term_name
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
-_BAR_WIDTH = 60
+_BAR_WIDTH, _SHORTEST_BAR = 60, 10
 _SHOWN_SHARE = 0.005
 _SHOWN_POINTS = 6
 _NARROW = 70
 """Columns below which four columns of figures would be cut into pieces."""
+_NARROW_FOR_REASONS = 100
+"""Columns below which a sentence beside figures would become a column of words."""
 
 
 def console() -> Console:
@@ -76,7 +78,7 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
     out.print(Text("Chosen  ", style="bold green") + Text(display_name(chosen.strategy), style="bold"))
     out.print(chosen.reason, markup=False)
     out.print()
-    out.print(memory_bar(chosen.memory.gpu))
+    out.print(memory_bar(chosen.memory.gpu, columns=out.width))
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
     if plan.activations == "upper bound":
         out.print("Activations and loss are an upper bound from the model's structure, not traced: less may be needed")
@@ -91,10 +93,14 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
     if chosen.teacher is not None:
         out.print(teacher_table(chosen.teacher))
         out.print()
-    out.print(_rejected_table(plan))
+    out.print(_rejected_table(plan, columns=out.width))
+    if out.width < _NARROW_FOR_REASONS:
+        out.print(
+            "Why not: " + (f"shardwright explain {directory}" if directory else "in a wider terminal"), markup=False
+        )
     out.print()
     if len(plan.pareto) > 1:
-        out.print(pareto_table(plan.pareto))
+        out.print(pareto_table(plan.pareto, columns=out.width))
         out.print()
     if directory is None:
         out.print("No files written; give --output-dir to write", ", ".join(plan.file_names))
@@ -119,24 +125,27 @@ def _host_line(plan: Plan) -> str:
     return line
 
 
-def memory_bar(gpu: GpuMemory) -> Text:
+def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:
     """Return a bar of the accelerator's memory, one colour for each large term, with the interval's end."""
+    figures = (
+        f" {gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) "
+        f"of {gigabytes(gpu.capacity_bytes)} GB"
+    )
+    # Below some ten cells a bar says nothing, and may as well stand on a line of its own.
+    width = max(_SHORTEST_BAR, min(_BAR_WIDTH, columns - len(figures) - len("[]")))
     scale = max(gpu.capacity_bytes, gpu.high_bytes, sum(max(0, count) for count in gpu.terms.values()), 1)
     bar = Text("[")
     used = 0
     for index, (_, count) in enumerate(sorted(gpu.terms.items(), key=lambda item: -item[1])):
-        width = round((used + count) / scale * _BAR_WIDTH) - round(used / scale * _BAR_WIDTH)
-        bar.append("█" * width, style=_COLOURS[index % len(_COLOURS)])
+        cells = round((used + count) / scale * width) - round(used / scale * width)
+        bar.append("█" * cells, style=_COLOURS[index % len(_COLOURS)])
         # Measured runs can make the allocator's term negative, which a bar cannot show.
         used += max(0, count)
-    high = max(0, round(gpu.high_bytes / scale * _BAR_WIDTH) - round(used / scale * _BAR_WIDTH))
-    free = _BAR_WIDTH - round(used / scale * _BAR_WIDTH) - high
+    high = max(0, round(gpu.high_bytes / scale * width) - round(used / scale * width))
+    free = width - round(used / scale * width) - high
     bar.append("▒" * high, style="dim")
     bar.append("·" * free + "]")
-    bar.append(
-        f" {gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) "
-        f"of {gigabytes(gpu.capacity_bytes)} GB"
-    )
+    bar.append(figures)
     return bar
 
 
@@ -164,12 +173,12 @@ def time_table(time: StepTime) -> Table:
     return table
 
 
-def pareto_table(points: Sequence[ParetoPoint]) -> Table:
+def pareto_table(points: Sequence[ParetoPoint], *, columns: int = 120) -> Table:
     """Return layouts from the fastest to the leanest, at most `_SHOWN_POINTS` evenly chosen ones."""
     table = Table(title="Time against memory", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layout")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("needs up to GB", justify="right")
+    table.add_column("layout", overflow="fold")
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("needs up to GB" if columns >= _NARROW else "GB", justify="right")
     most = min(_SHOWN_POINTS, len(points))
     for place in range(most):
         point = points[round(place * (len(points) - 1) / max(1, most - 1))]
@@ -193,18 +202,22 @@ def teacher_table(teacher: TeacherChoice) -> Table:
     return table
 
 
-def _rejected_table(plan: Plan) -> Table:
+def _rejected_table(plan: Plan, *, columns: int) -> Table:
+    """Return the layouts that were not taken: each with why not, or as narrow as the terminal is with its speed."""
     table = Table(title="Other layouts", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layout", no_wrap=False, max_width=34)
-    table.add_column("micro-batch", justify="right")
-    table.add_column("needs up to GB", justify="right")
-    table.add_column("why not")
+    table.add_column("layout", max_width=34, overflow="fold")
+    wide, reasons = columns >= _NARROW, columns >= _NARROW_FOR_REASONS
+    if wide:
+        table.add_column("micro-batch", justify="right")
+    table.add_column("needs up to GB" if wide else "GB", justify="right")
+    table.add_column("why not" if reasons else "tokens/s", justify="left" if reasons else "right")
     for candidate in plan.rejected:
         strategy = candidate.strategy
-        name = display_name(strategy)
+        name, most = display_name(strategy), candidate.memory.gpu.high_bytes
         size = f"{strategy.micro_batch_size}{' ckpt' if strategy.gradient_checkpointing else ''}"
-        reason = Text(candidate.reason.removeprefix(name).strip())
-        table.add_row(name, size, gigabytes(candidate.memory.gpu.high_bytes), reason)
+        speed = f"{candidate.time.tokens_per_second:,.0f}" if most <= plan.hardware.gpu_bytes else "too large"
+        reason = candidate.reason.removeprefix(name).strip()
+        table.add_row(name, *([size] if wide else []), gigabytes(most), Text(reason if reasons else speed))
     return table
 
 

@@ -103,7 +103,7 @@ def _show(plan: Plan) -> None:
     place = f" for {plan.model.name} on {plan.hardware.name}"
     out.print(Text(display_name(plan.chosen.strategy), style="bold") + Text(place))
     out.print(plan.chosen.reason, markup=False)
-    out.print(memory_bar(gpu))
+    out.print(memory_bar(gpu, columns=out.width))
     phases = ", ".join(f"{name} {gigabytes(count)}" for name, count in gpu.phases.items())
     out.print(f"Tensors by phase, GB: {phases}. The largest decides.")
     table = Table(title=f"Terms of the {gpu.phase} phase", title_justify="left", box=None, pad_edge=False)

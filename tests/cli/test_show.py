@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
-from shardwright.cli.show import print_compared, show_next
+from shardwright.cli.configs import load_entry
+from shardwright.cli.show import print_compared, show_next, show_plan
+from shardwright.ds_configs.specs.units import gigabytes
 
 ROWS = (("perplexity", "3.0834 ± 0.0123", "3.0123 ± 0.0119", "+0.0711 ± 0.0021"), ("bytes", "4,123,456,789", "", ""))
 
@@ -27,3 +30,21 @@ def test_the_next_command_stays_on_one_line(
     monkeypatch.setenv("COLUMNS", "40")
     show_next("shardwright", "quantize", "a place/" * 10, "--scheme", "W4A16")
     assert capsys.readouterr().out == f"Next: shardwright quantize '{'a place/' * 10}' --scheme W4A16\n"
+
+
+@pytest.mark.parametrize("width", [120, 80, 40])
+def test_a_plan_is_read_at_every_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    plan = load_entry("llama-3.1-8b_8xA100-80GB")
+    monkeypatch.setenv("COLUMNS", str(width))
+    show_plan(plan, Path("plan"))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[:-1])) <= width and "…" not in shown
+    for other in plan.rejected:
+        assert gigabytes(other.memory.gpu.high_bytes) in shown
+    reasons = [" ".join(other.reason.split()[-4:]) for other in plan.rejected]
+    assert any(reason in " ".join(shown.split()) for reason in reasons) == (width == 120)
+    assert ("Why not: shardwright explain plan" in shown) == (width < 120)
+    # Each layout is a line or three, not a column of words.
+    assert width != 80 or len(shown.splitlines()) < 90

@@ -25,6 +25,10 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 )
 
+_OWN_DIRECTORY = (
+    "\nThe rehearsal runs in a directory of its own: give the script its files as arguments, or whole paths"
+)
+
 
 def rehearse_script(
     plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: LaunchSettings, script: Path, arguments: Sequence[str]
@@ -46,7 +50,7 @@ def rehearse_script(
         training_arguments={name: scaled[name] for name in files.arguments if name in scaled},
         planned=files.arguments,
         script=str(script.absolute()),
-        arguments=[_exchanged(argument, plan, settings.directory, work) for argument in arguments],
+        arguments=exchanged_arguments(arguments, plan, settings.directory, work),
         model_name=plan.model.name,
         model_directory=str(work / "model"),
         steps=settings.steps,
@@ -57,17 +61,41 @@ def rehearse_script(
         prepare_launch(rehearsed, settings)
         launch_worker(WORKER, job, rehearsed, settings, lambda step, _: settings.tell(message, step))
     except ShardwrightError as error:
-        return [failed("launch", str(error))], ()
+        hint = _OWN_DIRECTORY if "FileNotFoundError" in str(error) else ""
+        return [failed("launch", f"{error}{hint}")], ()
     records = rank_records(work, STAGE, settings.ranks)
     return _found(records, script.name, settings.ranks), tuple(records[0]["losses"])
 
 
-def _exchanged(argument: str, plan: Plan, plan_directory: Path, work: Path) -> str:
-    """Return an argument of the script with the plan's model and directory exchanged for the rehearsal's."""
-    if argument == plan.model.name:
-        return str(work / "model")
-    place, directory = Path(argument).absolute(), plan_directory.absolute()
-    return str(work / place.relative_to(directory)) if place.is_relative_to(directory) else argument
+def exchanged_arguments(arguments: Sequence[str], plan: Plan, plan_directory: Path, work: Path) -> list[str]:
+    """Return the arguments of a script, which runs in `work`, so that they name there what they name here.
+
+    The plan's model and directory are exchanged for the rehearsal's. Other paths that exist become absolute, but for
+    the values of flags that name an output: what a script saves there must not replace what a training left.
+    """
+    directory = plan_directory.absolute()
+
+    def exchanged(value: str, flag: str) -> str:
+        place = Path(value).absolute()
+        if plan.model.name in (value, str(place)):
+            return str(work / "model")
+        if place.is_relative_to(directory):
+            return str(work / place.relative_to(directory))
+        return str(place) if value and "output" not in flag and _exists(place) else value
+
+    found = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        flag, sign, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        found.append(f"{flag}{sign}{exchanged(value, flag or before)}" if value else argument)
+    return found
+
+
+def _exists(place: Path) -> bool:
+    try:
+        return place.exists()
+    except OSError:
+        # Longer than a path can be.
+        return False
 
 
 def _write_small(plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: LaunchSettings) -> None:

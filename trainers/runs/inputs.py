@@ -81,7 +81,8 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
         return replace(found, evaluation=held_out, statistics=statistics)
     found = stated_samples(settings, tokenizer)
     if not found.evaluation:
-        rule = f"the {settings.evaluation_fraction:.0%} that is held out is shorter than one sample"
+        share = f"{settings.evaluation_fraction:.0%}"
+        rule = f"the {share} that is held out has no whole sample, where equal rows stay on one side"
         fix = "give more data, raise --evaluation-fraction or lower --seq-len"
         raise UsageError(Fault(where="dataset", value=settings.dataset, rule=rule, fix=fix))
     return found

@@ -15,6 +15,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ...plugins.accelerate.repeated_samples import repeated_samples
+from ...plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 from ...plugins.launching.elastic import recorded
 from ...plugins.launching.notes import note_on_first_rank
 from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
@@ -139,6 +140,7 @@ def _follow_engines(plan: Plan) -> None:
 def _run() -> None:
     directory, script, *arguments = sys.argv[1:]
     plan = Plan.load(directory)
+    quiet_optional_kernels()
     serve_scripts_on_cpu_ranks()
     follow_trainers(plan)
     carry_axes(plan)

@@ -1,0 +1,30 @@
+"""Arguments of a rehearsed script: they name there what they name here, and no output of a training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shardwright.cli.configs import load_entry
+from shardwright.trainers.rehearsal.script import exchanged_arguments
+
+
+def test_paths_of_the_users_directory_are_whole_and_outputs_stay_in_the_rehearsals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "plan", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").write_text("text")
+    plan, work = load_entry("gpt2_2xT4"), tmp_path / "work"
+    plan = replace(plan, model=replace(plan.model, name=str(tmp_path / "model")))
+    given = "model plan/training_arguments.json notes.txt missing.txt --train_file=notes.txt --output_dir out -x 3 --y=".split()
+    expected = [
+        *(f"{work}/model", f"{work}/training_arguments.json", f"{tmp_path}/notes.txt", "missing.txt"),
+        *(f"--train_file={tmp_path}/notes.txt", "--output_dir", "out", "-x", "3", "--y="),
+    ]
+    assert exchanged_arguments(given, plan, Path("plan"), work) == expected
+    assert exchanged_arguments(["org/model", "x" * 300], plan, Path("plan"), work) == ["org/model", "x" * 300]
+    named = replace(plan, model=replace(plan.model, name="org/model"))
+    assert exchanged_arguments(["--model=org/model"], named, Path("plan"), work) == [f"--model={work}/model"]
