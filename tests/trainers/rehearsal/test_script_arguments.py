@@ -19,7 +19,18 @@ def test_paths_of_the_users_directory_are_whole_and_outputs_stay_in_the_rehearsa
     (tmp_path / "notes.txt").write_text("text")
     plan, work = load_entry("gpt2_2xT4"), tmp_path / "work"
     plan = replace(plan, model=replace(plan.model, name=str(tmp_path / "model")))
-    given = "model plan/training_arguments.json notes.txt missing.txt --train_file=notes.txt --output_dir out -x 3 --y=".split()
+    given = [
+        "model",
+        "plan/training_arguments.json",
+        "notes.txt",
+        "missing.txt",
+        "--train_file=notes.txt",
+        "--output_dir",
+        "out",
+        "-x",
+        "3",
+        "--y=",
+    ]
     expected = [
         *(f"{work}/model", f"{work}/training_arguments.json", f"{tmp_path}/notes.txt", "missing.txt"),
         *(f"--train_file={tmp_path}/notes.txt", "--output_dir", "out", "-x", "3", "--y="),
