@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 from .. import __version__
 from ..ds_configs.specs.errors import Fault, FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
+from ..plugins.deepspeed.quiet import quiet_accelerator_choice
 from .examples import shown_examples
 from .settings import Sources, asks_for_json, resolve
 from .streams import PRINTING, outlast_readers
@@ -127,4 +128,5 @@ def main() -> None:
     if not PRINTING.intersection(sys.argv[1:2]):
         outlast_readers()
     quiet_optional_kernels()
+    quiet_accelerator_choice()
     raise SystemExit(run(sys.argv[1:]))

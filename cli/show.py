@@ -49,6 +49,7 @@ def show_next(*words: object) -> None:
 
 def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows of a name and a value under each heading, the first value bold; on a narrow terminal in blocks."""
+    rows = list(rows)
     if out.width < _NARROW:
         for name, *values in rows:
             out.print(Text(name))
@@ -56,12 +57,16 @@ def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequenc
                 if value:
                     out.print(Text(f"  {heading}: ") + Text(value, style="bold" if heading == headings[0] else ""))
         return
+    lines = [("", *headings), *rows]
+    needed = sum(2 + max(len(line[place]) for line in lines) for place in range(len(lines[0])))
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")
-    for name, first, *values in rows:
-        table.add_row(name, Text(first, style="bold"), *values)
+    for name, *values in lines[1:]:
+        # Errors stand below their figures where both do not fit.
+        first, *others = values if needed <= out.width else [value.replace(" ± ", "\n± ") for value in values]
+        table.add_row(name, Text(first, style="bold"), *others)
     out.print(table)
 
 
