@@ -17,6 +17,7 @@ from ..huggingface_hub.model_directory import model_directory
 from ..safetensors.reading import checkpoint_files, read_checkpoint
 from .expert_layers import expert_layers, router_patterns
 from .meta_model import build_meta_model, model_spec_from_meta
+from .sound_model import check_weights, refuse_code
 
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
@@ -58,6 +59,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         ShardwrightError: the Hub cannot be reached.
     """
     source = read_model_source(model, revision=revision)
+    refuse_code(source.config, source.name)
     faults = unquantizable_faults(source)
     if faults:
         raise RefusedInputError(faults)
@@ -65,6 +67,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     faults = weight_faults(directory)
     if faults:
         raise RefusedInputError(faults)
+    check_weights(directory)
     meta = build_meta_model(source.config, source=model)
     if faults := class_faults(source.config, meta):
         raise UsageError(faults)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,25 @@ def trained(
     model: Path, directory: Path, hardware: str, *flags: str, **settings: Any
 ) -> tuple[list[float], dict[str, Any]]:
     """Return the loss of each step, and what the command printed."""
-    root = model.parent
-    stated = SETTINGS | settings | {"dataset": str(root / "rows.jsonl"), "hardware": hardware}
+    arguments = command(model, directory, hardware, *flags, **settings)
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return losses_of(directory), json.loads(done.stdout)
+
+
+def command(model: Path, directory: Path, hardware: str, *flags: str, **settings: Any) -> list[str]:
+    """Return the arguments of a run in a directory, which is made."""
+    stated = SETTINGS | settings | {"dataset": str(model.parent / "rows.jsonl"), "hardware": hardware}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "settings.yaml").write_text(json.dumps(stated))
-    command = [*warm_command("shardwright"), "train", str(model), "--config", "settings.yaml", "--output-dir", "out"]
-    done = subprocess.run(
-        [*command, *flags, "--format", "json"], capture_output=True, text=True, cwd=directory, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    steps = (directory / "out" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(step)["loss"] for step in steps], json.loads(done.stdout)
+    named = [*warm_command("shardwright"), "train", str(model), "--config", "settings.yaml", "--output-dir", "out"]
+    return [*named, *flags, "--format", "json"]
+
+
+def losses_of(directory: Path) -> list[float]:
+    """Return the loss of each step that a run has written so far."""
+    metrics = directory / "out" / "metrics.jsonl"
+    return [json.loads(step)["loss"] for step in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
 @pytest.fixture(scope="module")
@@ -100,4 +109,25 @@ def test_losses_are_those_of_one_process(
     shutil.move(tmp_path / "out" / "checkpoints" / "checkpoint-2", resumed / "out" / "checkpoints" / "checkpoint-2")
     again, found = trained(models[name], resumed, "2xCPU", "--resume", **settings)
     assert again == losses
+    assert found["cross_entropy"] == shown["cross_entropy"]
+
+
+def test_a_run_that_is_asked_to_stop_loses_nothing(models: dict[str, Path], tmp_path: Path) -> None:
+    """SIGTERM to the command alone, which starts the launcher, which starts the ranks."""
+    settings: dict[str, Any] = {"strategy": "ddp", "max_steps": 60, "save_steps": 50}
+    expected, shown = trained(models["llama"], tmp_path / "whole", "2xCPU", **settings)
+    stopped = tmp_path / "stopped"
+    arguments = command(models["llama"], stopped, "2xCPU", **settings)
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=stopped) as run:
+        deadline = time.monotonic() + 60
+        while not losses_of(stopped) and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        run.terminate()
+        _, told = run.communicate(timeout=60)
+    assert run.returncode == 143, told
+    (record,) = stopped.glob("out/checkpoints/*/checkpoint_complete.json")
+    done = int(record.parent.name.removeprefix("checkpoint-"))
+    assert done < settings["save_steps"]
+    again, found = trained(models["llama"], stopped, "2xCPU", "--resume", **settings)
+    assert again == expected
     assert found["cross_entropy"] == shown["cross_entropy"]

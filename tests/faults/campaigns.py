@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +53,27 @@ def _session(directory: Path) -> Iterator[None]:
         opened.close()
 
 
-def run(part: str, directory: Path, engines: Sequence[str]) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Faults of a part that are tried."""
+
+    engines: Sequence[str]
+    words: str = ""
+    """Words in a fault's name or place; without any, all of them."""
+
+    def has(self, where: str, fault: str) -> bool:
+        """Tell whether a fault is tried."""
+        return self.words in f"{where} {fault}"
+
+
+def run(part: str, directory: Path, choice: Choice) -> Iterator[Row]:
     """Try the faults of a part; progress goes to stderr."""
-    rows = []
     with _session(directory):
         workshop = Workshop(directory / "workshop")
-        for row in PARTS[part](workshop, engines):
-            rows.append(row)
+        for number, row in enumerate(PARTS[part](workshop, choice), start=1):
             mark = "as expected" if row["expected"] else "NOT AS EXPECTED"
-            print(f"{len(rows)} {row['where']} {row['fault']}: {row['happened']} ({mark})", file=sys.stderr, flush=True)
-    return rows
+            print(f"{number} {row['where']} {row['fault']}: {row['happened']} ({mark})", file=sys.stderr, flush=True)
+            yield row
 
 
 def _resumed(workshop: Workshop, engine: str, output: Path) -> tuple[bool, str]:
@@ -82,9 +95,9 @@ def _last_line(output: str) -> str:
     return next((line for line in reversed(output.splitlines()) if line.startswith("rank ")), "")[:160]
 
 
-def kills(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def kills(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """A kill in the middle of each file operation of a save, on the rank that does it."""
-    for engine in engines:
+    for engine in choice.engines:
         for rank in (0, 1):
             log = workshop.directory / f"{engine}-{rank}.log"
             counting = Fault(kind="file-kill", phase="save", step=SAVED_AT, rank=rank)
@@ -94,20 +107,22 @@ def kills(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
             for at in _chosen(operations):
                 fault = Fault(kind="file-kill", phase="save", step=SAVED_AT, rank=rank, at=at)
                 name = f"kill in operation {at} of {len(operations)} ({operations[at - 1]})"
+                if not choice.has(f"{engine}, rank {rank}", name):
+                    continue
                 row = _broken_save(workshop, engine, fault, name, "SIGKILL")
                 # Saves differ by an operation or two: this one was over before.
                 if not row["happened"].startswith("the run went on"):
                     yield row
 
 
-def full_disks(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def full_disks(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """A disk that is full, or fails, from some operation of a save on."""
-    for engine in engines:
+    for engine in choice.engines:
         for kind, at in (("file-enospc", 1), ("file-enospc", 4), ("file-enospc", 9), ("file-eio", 6)):
             fault = Fault(kind=kind, phase="save", step=SAVED_AT, rank=0, at=at)
-            yield _broken_save(
-                workshop, engine, fault, f"{kind.removeprefix('file-').upper()} from operation {at} on", ""
-            )
+            name = f"{kind.removeprefix('file-').upper()} from operation {at} on"
+            if choice.has(engine, name):
+                yield _broken_save(workshop, engine, fault, name, "")
 
 
 def _chosen(operations: Sequence[str]) -> list[int]:
@@ -135,11 +150,14 @@ def _broken_save(workshop: Workshop, engine: str, fault: Fault, name: str, expec
     return {"where": where, "fault": name, "happened": f"{ended}; {happened}", "expected": broke and went_on}
 
 
-def signals(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def signals(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """SIGTERM and SIGINT to one of the ranks."""
-    for engine in engines:
+    for engine in choice.engines:
         for kind, code in (("sigterm", 143), ("sigint", 130)):
             for rank in (0, 1):
+                row = {"where": engine, "fault": f"{kind.upper()} to rank {rank} in step 3"}
+                if not choice.has(**row):
+                    continue
                 output = workshop.directory / "signalled"
                 shutil.rmtree(output, ignore_errors=True)
                 try:
@@ -150,15 +168,17 @@ def signals(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
                     ended, right = str(error).split(":")[0], f"exit code {code}" in str(error)
                 went_on, happened = _resumed(workshop, engine, output)
                 right = right and "checkpoint-3" in happened
-                row = {"where": engine, "fault": f"{kind.upper()} to rank {rank} in step 3"}
                 yield row | {"happened": f"{ended}; {happened}", "expected": right and went_on}
 
 
-def checkpoints(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def checkpoints(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """Damages of the newest checkpoint: it is skipped for the one before, or refused by name."""
-    for engine in engines:
+    for engine in choice.engines:
         whole = workshop.whole(engine)
         for name, damage in DAMAGES.items():
+            row = {"where": engine, "fault": name.replace("_", " ")}
+            if not choice.has(**row):
+                continue
             output = workshop.directory / "damaged"
             shutil.rmtree(output, ignore_errors=True)
             shutil.copytree(whole, output)
@@ -167,18 +187,20 @@ def checkpoints(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
             right = went_on and "checkpoint-4" in happened
             if name in REFUSED:
                 right = "exit code 2" in happened and "resume:" in happened
-            yield {"where": engine, "fault": name.replace("_", " "), "happened": happened, "expected": right}
+            yield row | {"happened": happened, "expected": right}
 
 
-def other_ranks(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def other_ranks(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """Fewer and more ranks than saved the checkpoint, with the same samples in every step."""
-    for engine in (one for one in engines if one != "pipeline"):
+    for engine in (one for one in choice.engines if one != "pipeline"):
         for before, after in ((2, 1), (1, 2), (2, 4)):
+            row = {"where": engine, "fault": f"saved by {before}, resumed by {after}"}
+            if not choice.has(**row):
+                continue
             whole = workshop.whole(engine, ranks=before)
             output = workshop.directory / "other-ranks"
             shutil.rmtree(output, ignore_errors=True)
             shutil.copytree(whole / f"checkpoint-{SAVED_AT}", output / f"checkpoint-{SAVED_AT}")
-            row = {"where": engine, "fault": f"saved by {before}, resumed by {after}"}
             try:
                 workshop.run(engine, output, ranks=after, flags=("--resume",), **workshop.batch(after))
             except RanksFailedError as error:
@@ -192,25 +214,32 @@ def other_ranks(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
             yield row | {"happened": happened, "expected": difference <= SUMMED_TOLERANCE}
 
 
-def models(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def models(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """Models that no command may take, against every command that takes one."""
-    del engines
     output = workshop.directory / "out"
     for name in BROKEN:
         directory = broken_copy(workshop.model, name, workshop.directory / "broken-models")
         for command, arguments in _commands(workshop, directory, output).items():
+            row = {"where": command, "fault": name.replace("_", " ")}
+            if not choice.has(**row):
+                continue
             shutil.rmtree(output, ignore_errors=True)
             done = _shardwright(arguments)
-            lines = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "rank "))]
-            told = (lines or done.stderr.strip().splitlines() or [""])[0]
+            told = _told(done.stderr)
             refused = done.returncode in (2, 4) and "Traceback" not in done.stderr and str(directory) in told
-            unseen = command in READS_NO_WEIGHTS and name in (*SEEN_IN_DATA, *NAMES_KERNEL)
-            unseen = unseen or (command, name) == ("plan", "remote_code")
+            unseen = command in READS_NO_WEIGHTS and name in SEEN_IN_DATA
+            unseen = unseen or (command == "plan" and name in (*NAMES_KERNEL, "remote_code"))
             happened = f"exit {done.returncode}" + (f": {told}" if done.returncode else "")
             left = [*output.rglob("*.safetensors"), *directory.glob("ran")] if output.exists() or refused else []
             right = (refused or (unseen and done.returncode == 0)) and not left
             happened = happened.replace(str(workshop.directory), "")[:200]
-            yield {"where": command, "fault": name.replace("_", " "), "happened": happened, "expected": right}
+            yield row | {"happened": happened, "expected": right}
+
+
+def _told(stderr: str) -> str:
+    """Return the first error, which may follow a progress bar in its line, or else the first line."""
+    found = re.search(r"(?:^|it/s\])((?:error|rank \d+): .*)", stderr, re.MULTILINE)
+    return found[1] if found else next(iter(stderr.strip().splitlines()), "")
 
 
 def _commands(workshop: Workshop, model: Path, output: Path) -> Mapping[str, Sequence[str]]:
@@ -247,11 +276,10 @@ def _shardwright(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 124, "", "did not end within 300 s")
 
 
-def commands(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def commands(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """Signals through whole commands, as users have them: nothing in them is warm."""
-    del engines
     for command, chosen in (("train", _SIGNALLED), ("distill", tuple(_SIGNALLED)[:2])):
-        for fault in chosen:
+        for fault in (one for one in chosen if choice.has(command, one)):
             output = workshop.directory / "commanded" / "out"
             shutil.rmtree(output.parent, ignore_errors=True)
             output.parent.mkdir()
@@ -338,10 +366,9 @@ def _running(process: subprocess.Popen[bytes], output: Path, log: Path) -> dict[
     raise AssertionError(f"it took no step: {log.read_text()[-2000:]}")
 
 
-def hub(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
+def hub(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """A Hub that misbehaves, asked by `plan`; the interpreter is a cold one, as users have it."""
-    del engines
-    for fault in HUB_FAULTS:
+    for fault in (one for one in HUB_FAULTS if choice.has("plan", one)):
         with hostile_hub(fault) as address:
             home = workshop.directory / "hub" / fault
             kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
@@ -362,7 +389,7 @@ def hub(workshop: Workshop, engines: Sequence[str]) -> Iterator[Row]:
         yield {"where": "plan", "fault": fault, "happened": told, "expected": right}
 
 
-PARTS: dict[str, Callable[[Workshop, Sequence[str]], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[Workshop, Choice], Iterator[Row]]] = {
     "kills": kills,
     "disks": full_disks,
     "signals": signals,
@@ -372,4 +399,4 @@ PARTS: dict[str, Callable[[Workshop, Sequence[str]], Iterator[Row]]] = {
     "commands": commands,
     "hub": hub,
 }
-__all__ = ["ENGINES", "PARTS", "run"]
+__all__ = ["ENGINES", "PARTS", "Choice", "Row", "run"]

@@ -16,6 +16,31 @@ TITLES = {
     "models": "Broken models",
     "hub": "A Hub that misbehaves",
 }
+EXPECTED = {
+    "kills": (
+        "Expected: SIGKILL, and a resumed run with the losses of the run without the fault. Of operations of one "
+        "kind in a row the first, the second and the last are tried. What a kill in the last ones finds over "
+        "already is no row."
+    ),
+    "disks": "Expected: the losses of the run without the fault, once the disk works again.",
+    "signals": "Expected: exit code 143 or 130 with a whole checkpoint of the step, and its losses when resumed.",
+    "commands": (
+        "Nothing is warm: command, launcher and ranks are those of users. Expected: the exit code of the signal (1 "
+        "where a rank or the launcher was killed or stopped, within the 15 s of `--hang-timeout`), no process left "
+        "after 20 s, and after one SIGTERM or SIGINT a whole checkpoint. After a second signal, or a kill of the "
+        "command, ranks may have saved or not."
+    ),
+    "checkpoints": (
+        "Expected: the checkpoint before, whose losses are those of the run without the fault; of a whole one with "
+        "another layout a refusal."
+    ),
+    "models": (
+        "Expected: exit code 2 or 4, one line that names the model's directory, no traceback, no code run and no "
+        "weights left behind. Only `plan` and `rehearse`, which read configuration and headers, may end with 0 "
+        "where the damage is in the data, and `plan` where a kernel or code is named, without which it plans."
+    ),
+}
+"""What each part counts as expected, where the beginning of the page does not say it."""
 _HEAD = """# What is lost when something breaks
 
 Every row was really tried, by `python -m faults PART` in `tests/` (`python -m faults page` writes this page).
@@ -54,11 +79,12 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _section(title: str, part: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    head = f"## {title}\n\n" + (f"{EXPECTED[part]}\n\n" if part in EXPECTED else "")
     if part == "kills":
-        return f"## {title}\n\n{_kills(rows)}"
+        return head + _kills(rows)
     lines = ["| where | fault | what happened | |", "|---|---|---|---|"]
     lines += [f"| {row['where']} | {row['fault']} | {_cell(row['happened'])} | {_mark(row)} |" for row in rows]
-    return f"## {title}\n\n" + "\n".join(lines) + "\n"
+    return head + "\n".join(lines) + "\n"
 
 
 def _kills(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -106,18 +132,20 @@ def _soak(found: Mapping[str, Any]) -> str:
     shown = " / ".join(str(step) for step in found["seen_after"])
     lines = [
         "## Many steps\n",
-        f"`python benchmarks/soak.py --write`: {found['steps']} steps on two CPU ranks with guard and checkpoints, one "
-        f"every {found['save_steps']} steps. What a rank holds after {shown} steps, and what the launch left.\n",
-        "| engine | rank | resident MB | descriptors | threads | mapped in /dev/shm | left in /dev/shm |",
-        "|---|---|---|---|---|---|---|",
+        f"`python benchmarks/soak.py --write`: {found['steps']} steps on two CPU ranks, one checkpoint every "
+        f"{found['save_steps']} steps, as the Trainer alone saves them (bare) and with guard and whole checkpoints "
+        f"(guarded). What a rank holds after {shown} steps, and what the launch left.\n",
+        "| engine | way | rank | resident MB | growth | descriptors | threads | mapped in /dev/shm | left there |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         cells = [" / ".join(f"{one['bytes'] / 1e6:.0f}" for one in row["seen"])]
+        cells.append(f"{row['seen'][-1]['bytes'] / row['seen'][0]['bytes'] - 1:+.1%}")
         cells += [
             " / ".join(str(one[name]) for one in row["seen"]) for name in ("descriptors", "threads", "shared_names")
         ]
         left = len(row["left_in_shared_memory"])
-        lines.append(f"| {row['engine']} | {row['rank']} | {' | '.join(cells)} | {left} |")
+        lines.append(f"| {row['engine']} | {row['way']} | {row['rank']} | {' | '.join(cells)} | {left} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ from ...plugins.bitsandbytes.sharded_loading import is_divided, on_host, place_f
 from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.peft.lora import four_bit_loading
+from ...plugins.safetensors.reading import INDEX
 from ...plugins.transformers.sound_model import (
     check_config,
     check_weights,
@@ -79,7 +80,8 @@ def load_model(
     set_seed(seed)
     place = Path(source.model)
     random_weights = source.random_weights or place.is_file()
-    if place.is_dir() and not random_weights and not any(place.glob("*.safetensors")):
+    # An index without shards is damaged weights, which are refused by name below.
+    if place.is_dir() and not random_weights and not (any(place.glob("*.safetensors")) or (place / INDEX).exists()):
         unsafe = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in place.glob(pattern))
         if unsafe:
             raise RefusedInputError(

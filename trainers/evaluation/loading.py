@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, Sh
 from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.transformers.sound_model import loading_faults, refuse_code, refused_by_name
+from ...plugins.transformers.sound_model import check_weights, loading_faults, refuse_code, refused_by_name
 from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
 from ..formats.spqr_format import QUANT_METHOD
 
@@ -75,11 +76,12 @@ def read_subject(where: str, role: str, *, revision: str | None) -> Subject:
         if role == "model":
             raise
         renamed = [
-            Fault(where=fault.where.replace("model", role, 1), value=fault.value, rule=fault.rule, fix=fault.fix)
+            # Places that are no such word, such as directories, keep their names.
+            replace(fault, where=re.sub(r"\Amodel(?![^ :])", role, fault.where))
             for fault in error.faults
         ]
         raise type(error)(renamed) from None
-    refuse_code(source.config, role)
+    refuse_code(source.config, f"{role} {source.name}")
     _check_weights(source, role)
     place = model_directory(source.name, revision=source.revision, weights=False)
     try:
@@ -100,12 +102,17 @@ def _check_weights(source: ModelSource, role: str) -> None:
         rule, fix = "is a configuration without weights", "name the model's directory"
         raise UsageError(Fault(where=role, value=source.name, rule=rule, fix=fix))
     if any(directory.glob("*.safetensors")):
+        check_weights(directory, quantized=_is_quantized(source))
         return
     others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
     if others:
         rule = f"weights are read from safetensors only, other formats can run code; it has {', '.join(others[:3])}"
         raise RefusedInputError(Fault(where=role, value=source.name, rule=rule, fix="convert them"))
     raise UsageError(Fault(where=role, value=source.name, rule="has no weights", fix="give a trained model"))
+
+
+def _is_quantized(source: ModelSource) -> bool:
+    return bool(source.config.get("quantization_config") or source.config.get("compression_config"))
 
 
 def _causal_fault(config: Any, role: str, where: str) -> Fault | None:
@@ -132,6 +139,7 @@ def local_directory(subject: Subject) -> Path:
     if subject.source.revision is not None and not any(found.glob("*.safetensors")):
         rule = "has no safetensors weights; other formats can run code"
         raise RefusedInputError(Fault(where=subject.role, value=name, rule=rule, fix="convert them"))
+    check_weights(found, quantized=_is_quantized(subject.source))
     return found
 
 

@@ -121,7 +121,9 @@ class GuardCallback(TrainerCallback):
         if self._trainer is None:
             fix = "write GuardCallback().attach(trainer) instead of callbacks=[GuardCallback()]"
             raise UsageError(Fault(where="GuardCallback", rule="knows no trainer", fix=fix))
-        refuse_nonfinite_weights(model, what="the model that is to be trained", allowed=self._allow)
+        name = getattr(getattr(model, "config", None), "_name_or_path", "")
+        what = f"the model that is to be trained ({name})" if name else "the model that is to be trained"
+        refuse_nonfinite_weights(model, what=what, allowed=self._allow)
         self._in_a_row, self._signal = 0, 0
         self._request.install()
         self._watch = watch_of_rank()

@@ -189,12 +189,15 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
 
 def _model_config(plan: Plan) -> Mapping[str, Any]:
     from ...plugins.planning.models import load_model_spec
+    from ...plugins.transformers.sound_model import refuse_code
 
     try:
-        return load_model_spec(plan.model.name, revision=plan.model.revision).config
+        config = load_model_spec(plan.model.name, revision=plan.model.revision).config
     except UsageError as error:
         fix = f"the plan's model {plan.model.name!r} must still be there; plan again from where it is now"
         raise UsageError([*error.faults, Fault(where="plan.json: model", rule=fix)]) from None
+    refuse_code(config, plan.model.name)
+    return config
 
 
 def _make_model(rehearsed: Rehearsed, work: Path) -> set[str]:

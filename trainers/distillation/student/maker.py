@@ -16,7 +16,7 @@ from ....plugins.huggingface_hub.hub import ModelSource, read_model_source
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.transformers.finite_weights import is_finite
 from ....plugins.transformers.meta_model import build_meta_model
-from ....plugins.transformers.sound_model import check_weights, stored_faults
+from ....plugins.transformers.sound_model import check_weights, refuse_code, stored_faults
 from ...formats.model_directory import copy_companions
 from ...runs.report import card_text
 from .families import WIDTH_FAMILIES, WidthFamily, teacher_widths, width_changes
@@ -121,6 +121,7 @@ def plan_student(
     if output_dir is not None:
         faults += output_faults(output_dir, force=force, sources={"the teacher": teacher})
     source = read_model_source(teacher, revision=revision)
+    refuse_code(source.config, source.name)
     if source.config.get("quantization_config"):
         fix = "give the checkpoint that it was made from"
         faults.append(Fault(where="teacher", value=teacher, rule="its weights are quantized", fix=fix))

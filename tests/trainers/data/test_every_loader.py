@@ -1,0 +1,56 @@
+"""What one command refuses of a model, the others refuse too, before they load it, and name its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.broken_models import broken_copy
+from shardwright.ds_configs.specs.errors import RefusedInputError
+from shardwright.plugins.transformers.quantization_source import open_source
+from shardwright.trainers.data.models import StartingModel, load_config, load_model
+from shardwright.trainers.distillation.student.maker import make_student, plan_student
+from shardwright.trainers.distillation.student.request import StudentRequest
+from shardwright.trainers.evaluation.loading import read_subject
+from small_models import llama
+
+
+def trained(model: str, work: Path) -> Any:
+    source = StartingModel(model=model)
+    return load_model(source, load_config(source), "float32", 0)
+
+
+def cut(model: str, work: Path) -> Any:
+    return make_student(plan_student(model, StudentRequest(layers=1)), model, work / "student")
+
+
+LOADERS: dict[str, Callable[[str, Path], Any]] = {
+    "train": trained,
+    "student": cut,
+    "quantize": lambda model, work: open_source(model),
+    "evaluate": lambda model, work: read_subject(model, "model", revision=None),
+    "evaluate's baseline": lambda model, work: read_subject(model, "baseline", revision=None),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sound")
+    llama(hidden_size=32, vocab_size=260, tie_word_embeddings=False).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_sound_one_is_taken(loader: str, sound: Path, tmp_path: Path) -> None:
+    assert LOADERS[loader](str(sound), tmp_path) is not None
+
+
+@pytest.mark.parametrize("name", ["integer_weights", "index_without_shard", "index_leads_up", "kernel_of_the_hub"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_each_loader_refuses_and_names_the_directory(loader: str, name: str, sound: Path, tmp_path: Path) -> None:
+    directory = broken_copy(sound, name, tmp_path / "of-models")
+    with pytest.raises(RefusedInputError) as refused:
+        LOADERS[loader](str(directory), tmp_path)
+    assert str(directory) in str(refused.value)
