@@ -54,9 +54,13 @@ def plan_html(plan: Plan) -> str:
     )
     headings = [name.replace("_", " ") for name in _COLUMNS]
     rows = [
-        [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()]
+        [
+            f"{value:,.{0 if name == 'tokens_per_second' else 1}f}" if isinstance(value, float) else str(value)
+            for name, value in row.items()
+        ]
         for row in plan_rows(plan)
     ]
+    rows[0][-1] = "chosen"
     line, reason = escape(plan_line(plan).strip("<>")), escape(plan.chosen.reason)
     return f"<p><b>{line}</b></p>{bar}<p>{reason}</p>{_table(headings, rows)}"
 
@@ -68,7 +72,13 @@ def result_html(line: str, headings: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
+    """Return a table whose columns of text begin at the left, where notebooks put figures."""
+    lines = [list(cells) for cells in rows]
+    texts = [any(line[place][:1].isalpha() for line in lines) for place in range(len(headings))]
 
-    return f"<table>{row(headings, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+    def row(cells: Sequence[str], kind: str) -> str:
+        styles = (' style="text-align:left"' if text else "" for text in texts)
+        found = (f"<{kind}{style}>{escape(cell)}</{kind}>" for cell, style in zip(cells, styles, strict=True))
+        return f"<tr>{''.join(found)}</tr>"
+
+    return f"<table>{row(headings, 'th')}{''.join(row(cells, 'td') for cells in lines)}</table>"
