@@ -78,9 +78,9 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
         f"  {model.architecture}, {human_count(model.parameter_count)} parameters, "
         f"on {hardware.world_size} x {hardware.gpu} ({gigabytes(hardware.gpu_bytes)} GB usable each)"
     )
-    out.print(Text(model.name, style="bold") + Text(summary))
+    out.print(Text.assemble((model.name, "bold"), summary))
     out.print()
-    out.print(Text("Chosen  ", style="bold green") + Text(display_name(chosen.strategy), style="bold"))
+    out.print(Text.assemble(("Chosen  ", "bold green"), (display_name(chosen.strategy), "bold")))
     out.print(chosen.reason, markup=False)
     out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
@@ -241,4 +241,4 @@ def show_findings(findings: Sequence[Finding]) -> None:
     out = console()
     for finding in sorted(findings, key=lambda item: item.kind != "error"):
         style = "bold red" if finding.kind == "error" else "yellow"
-        out.print(Text(f"{finding.kind}: ", style=style) + Text(str(finding.fault)))
+        out.print(Text.assemble((f"{finding.kind}: ", style), str(finding.fault)))

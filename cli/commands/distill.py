@@ -58,7 +58,7 @@ def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
-    out.print(Text(outcome.student, style="bold") + Text(f"  taught by {outcome.teacher}, {label} on {hardware}"))
+    out.print(Text.assemble((outcome.student, "bold"), f"  taught by {outcome.teacher}, {label} on {hardware}"))
     out.print()
     table = Table(box=None, pad_edge=False)
     table.add_column(f"{outcome.statistics.evaluation_samples} held-out samples")

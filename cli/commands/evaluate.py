@@ -168,7 +168,7 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
 
     out, text, compared = console(), evaluation.text, evaluation.comparison is not None
     beside = "" if evaluation.baseline is None else f"  beside {printable(evaluation.baseline.name)}"
-    out.print(Text(printable(evaluation.model.name), style="bold") + Text(beside))
+    out.print(Text.assemble((printable(evaluation.model.name), "bold"), beside))
     out.print(
         Text(
             f"{text.predicted_tokens:,} tokens of {printable(text.source)}: {text.windows:,} of "

@@ -101,7 +101,7 @@ def _show(plan: Plan) -> None:
     out = console()
     gpu = plan.chosen.memory.gpu
     place = f" for {plan.model.name} on {plan.hardware.name}"
-    out.print(Text(display_name(plan.chosen.strategy), style="bold") + Text(place))
+    out.print(Text.assemble((display_name(plan.chosen.strategy), "bold"), place))
     out.print(plan.chosen.reason, markup=False)
     out.print(memory_bar(gpu, columns=out.width))
     phases = ", ".join(f"{name} {gigabytes(count)}" for name, count in gpu.phases.items())

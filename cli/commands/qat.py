@@ -94,7 +94,7 @@ def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     own = is_own_teacher(outcome.settings, outcome.model)
     teacher = "itself in full precision" if own else outcome.teacher
     taught = "" if teacher is None else f", taught by {teacher}"
-    out.print(Text(outcome.model, style="bold") + Text(f"  as {outcome.scheme.name}{taught}, {label} on {hardware}"))
+    out.print(Text.assemble((outcome.model, "bold"), f"  as {outcome.scheme.name}{taught}, {label} on {hardware}"))
     out.print()
     table = Table(box=None, pad_edge=False)
     table.add_column(f"{outcome.statistics.evaluation_samples} held-out samples")

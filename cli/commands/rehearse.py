@@ -118,7 +118,7 @@ def show_rehearsal(found: Rehearsal) -> None:
     verdict = "Passed" if found.passed else "Failed"
     style = "bold green" if found.passed else "bold red"
     files = f"; see {', '.join(found.files)}" if found.files else ""
-    out.print(Text(verdict, style=style) + Text(f" in {found.seconds:.0f} s{files}"))
+    out.print(Text.assemble((verdict, style), f" in {found.seconds:.0f} s{files}"))
 
 
 def _memory_table(found: Rehearsal) -> object:

@@ -141,7 +141,7 @@ def show_serving(plan: ServingPlan) -> None:
     out = console()
     gpus = f"{plan.tensor_parallel_size} GPU(s)" if plan.hardware != "CPU" else "the CPU"
     out.print(
-        Text(printable(plan.model), style="bold") + Text(f"  with {TITLES[plan.engine]} on {gpus} of {plan.hardware}")
+        Text.assemble((printable(plan.model), "bold"), f"  with {TITLES[plan.engine]} on {gpus} of {plan.hardware}")
     )
     out.print()
     out.print(terms_table(plan.memory, "Memory of each"))

@@ -57,7 +57,7 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
-    out.print(Text(outcome.model, style="bold") + Text(f"  on {outcome.statistics.source}, {label} on {hardware}"))
+    out.print(Text.assemble((outcome.model, "bold"), f"  on {outcome.statistics.source}, {label} on {hardware}"))
     out.print()
     table = Table(box=None, pad_edge=False)
     table.add_column(f"{outcome.statistics.evaluation_samples} held-out samples")
