@@ -97,10 +97,8 @@ def show_rehearsal(found: Rehearsal) -> None:
     out = console()
     strategy, hardware = found.plan.chosen.strategy.label, found.plan.hardware.name
     launchers = "" if found.nodes == 1 else f" of {found.nodes} launchers"
-    out.print(
-        Text(found.plan.model.name, style="bold")
-        + Text(f"  {strategy}, planned for {hardware}, rehearsed on {found.ranks} CPU ranks{launchers}")
-    )
+    rehearsed = f"  {strategy}, planned for {hardware}, rehearsed on {found.ranks} CPU ranks{launchers}"
+    out.print(Text.assemble((found.plan.model.name, "bold"), rehearsed))
     out.print()
     checks = Table(box=None, pad_edge=False, show_header=False)
     styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-", "dim")}
@@ -147,10 +145,13 @@ def _changes_table(found: Rehearsal) -> object:
 
     table = Table(box=None, pad_edge=False, title="Scaled for the rehearsal", title_justify="left")
     for name in ("value", "plan", "rehearsal"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "value")
     for change in found.changes:
-        before, after = ("-" if value is None else str(value) for value in (change.before, change.after))
-        table.add_row(Text(change.where), Text(_short(before)), Text(_short(after)))
+        values = ("-" if value is None else str(value) for value in (change.before, change.after))
+        # Of a file that lies elsewhere the name is enough.
+        before, after = (Path(value).name if value.startswith("/") else value for value in values)
+        if before != after:
+            table.add_row(Text(change.where), Text(_short(before)), Text(_short(after)))
     return table
 
 
