@@ -22,7 +22,8 @@ LINES_OF_TWO_SCREENS = 110
 FLAGS_OF_OTHERS = {
     *("--write", "--strict", "--every", "--engine-python", "--only"),  # benchmarks and tools
     "--nproc-per-node",  # torchrun
-    *("--enable-prefix-caching", "--load-format"),  # vLLM
+    *("--enable-prefix-caching", "--load-format", "--enable-lora", "--lora-modules"),  # vLLM
+    "--prerelease",  # uv
     *("--hypothesis-profile", "--hypothesis-seed"),  # pytest
     # shardwright.trainers.train_causal_lm
     *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),
