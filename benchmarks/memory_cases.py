@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -135,6 +135,33 @@ class Case:
             return self.layout in ("zero3", "fsdp2")
         # FSDP2 moves parameters and optimizer with one flag.
         return not (self.offload == "optimizer" and self.layout == "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase(Case):
+    """A run with an attention implementation and sequences of its own, outside of the grid."""
+
+    attention: str
+    seq_len_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.layout}-{self.precision}-{self.attention}-{self.seq_len_tokens}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"model_type": self.model, **MODELS[self.model], "attn_implementation": self.attention}
+
+    def spec(self) -> ModelSpec:
+        return replace(spec_of(self.config, self.model), attention=self.attention)
+
+    def job(self) -> TrainingJob:
+        return replace(super().job(), seq_len_tokens=self.seq_len_tokens)
+
+
+def case_of(values: dict[str, Any]) -> Case:
+    """Return the case that JSON values describe."""
+    return (AttentionCase if "attention" in values else Case)(**values)
 
 
 VALUES: dict[str, tuple[Any, ...]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_cases import Case
+from memory_cases import Case, case_of
 from metered_training import plan_of, train_metered
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.metering.byte_meter import ByteMeter, MeterReading
@@ -21,7 +21,7 @@ def main(cases_file: Path, output: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from fresh_process import forget_last_run
 
-    cases = [Case(**values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
+    cases = [case_of(values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
     for case in cases:
         reading = measure(case)
         record = asdict(reading) | {"case": asdict(case), "peak_bytes": reading.peak_bytes}

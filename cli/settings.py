@@ -256,11 +256,13 @@ def _unused_faults(tokens: Sequence[str] | None, sources: Sources) -> list[Fault
     flags = [token.partition("=")[0] for token in tokens or () if token.startswith("--") and len(token) > 2]
     if not flags:
         return [Fault(where=token, rule="is one argument too many") for token in (tokens or ())[:1]]
+    from ..ds_configs.specs.settings import not_covered
+
     known = {f"--{name.replace('_', '-')}": name for name in _options(sources.arguments)}
     faults = []
     for flag in flags:
         near = get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.5)
-        fix = f"did you mean {near[0]}?" if near else "see --help"
+        fix = not_covered(flag) or (f"did you mean {near[0]}?" if near else "see --help")
         faults.append(Fault(where=flag, rule="is not an option", fix=fix))
     return faults
 

@@ -20,10 +20,14 @@ VERSIONED_PACKAGES = ("torch", "transformers", "peft")
 
 
 def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
-    """Attention paths worth storing: only float32 training meets the math kernel on a GPU."""
+    """Attention paths worth storing: only float32 training meets the math kernel on a GPU.
+
+    Adapters take the eager attention of full training, which keeps at least as much.
+    """
+    eager = ("eager",) if adapter == "none" else ()
     if mode == "fp32":
-        return ("fused", "masked", "math")
-    return ("fused",) if mode == "bf16_autocast" and adapter != "none" else ("fused", "masked")
+        return ("fused", "masked", "math", *eager)
+    return ("fused",) if mode == "bf16_autocast" and adapter != "none" else ("fused", "masked", *eager)
 
 
 def is_stored(family: str, adapter: Adapter) -> bool:

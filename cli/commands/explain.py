@@ -13,6 +13,7 @@ from ...ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.settings import NOT_COVERED, not_covered
 from ...ds_configs.step_time.terms import TIME_TERM_MEANINGS, time_term_name
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
@@ -30,12 +31,14 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     subject
         Directory or plan.json of a plan, a strategy, a memory term, or a rule; `names` lists these.
     """
-    name = subject.strip().lower().replace(" ", "_").replace("-", "_")
+    name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
     meanings = _meanings()
     exists = _exists(subject)
     if not exists and name == "names":
         print(json.dumps({"schema_version": 1, "names": sorted(meanings)}) if options.as_json else "\n".join(meanings))
         return 0
+    if why := not_covered(name):
+        meanings |= {name: why}
     if not exists and name in meanings:
         if options.as_json:
             print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))
@@ -67,7 +70,7 @@ def _exists(subject: str) -> bool:
 def _meanings() -> dict[str, str]:
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
-    return dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules
+    return dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules | dict(NOT_COVERED)
 
 
 def _meaning(term: str) -> str:

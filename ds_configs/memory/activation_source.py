@@ -28,8 +28,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
     A family without any, and a model trained for something else, has an upper bound from its structure instead.
     `unmasked` is the attention kernel where no mask reaches it.
     """
-    window = model.sliding_window
-    attention: Attention = "masked" if window and job.seq_len_tokens > window else unmasked
+    attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
     def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
         return estimate_activations(
@@ -59,6 +58,14 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             return replace(estimate(micro_batch_size, "bf16", "none"), autocast_weight_copy_bytes_per_parameter=copies)
 
     return source
+
+
+def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:
+    """Return the kind of attention that a model's training on sequences of some length runs."""
+    if model.attention == "eager":
+        return "eager"
+    window = model.sliding_window
+    return "masked" if window and seq_len_tokens > window else unmasked
 
 
 def outside_without_norm(
@@ -91,9 +98,7 @@ def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
 
 
 def _has_coefficients(model: ModelSpec) -> bool:
-    return (
-        model.task == "causal_lm" and model.attention != "eager" and model.model_type in load_coefficients()["tables"]
-    )
+    return model.task == "causal_lm" and model.model_type in load_coefficients()["tables"]
 
 
 def adapter_name(job: TrainingJob) -> Adapter:

@@ -15,7 +15,7 @@ from ..specs.errors import ShardwrightError
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention"]
-Attention = Literal["auto", "fused", "masked", "math"]
+Attention = Literal["auto", "fused", "masked", "math", "eager"]
 
 DATA_FILE = "activations.json"
 
@@ -158,8 +158,8 @@ def estimate_activations(
     `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` says how the coefficients were
     measured. `family` is the `model_type` of `config.json`; `mode` "bf16" also stands for fp16. `attention` is "fused"
     when no mask reaches attention, "masked" with padding, with packed sequences told by position numbers, or with a
-    sliding window shorter than the sequence. `chunked_loss` evaluates head and loss at `chunked_loss_tokens` tokens at
-    a time.
+    sliding window shorter than the sequence, and "eager" where transformers writes every score. `chunked_loss`
+    evaluates head and loss at `chunked_loss_tokens` tokens at a time.
 
     Raises:
         UnknownFamilyError: nothing is stored for this family, mode, adapter or attention; trace the model instead.

@@ -12,7 +12,8 @@ from ..specs.model import ModelSpec
 from ..specs.strategy import Strategy, ZeroOptions
 from ..specs.teacher_placement import TeacherPlacement
 from ..specs.units import pinned_block_bytes
-from .activations import Attention, UnknownFamilyError, estimate_activations
+from .activation_source import attention_of
+from .activations import UnknownFamilyError, estimate_activations
 from .moments import Moment, Terms, at_moments
 from .rank_parameters import NF4_BYTES
 from .zero3_gathers import forward_gathered_elements
@@ -126,8 +127,6 @@ def _forward_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) -> 
     """
     tokens, sizes = strategy.micro_batch_size * job.seq_len_tokens, teacher.dimensions
     residual = 2 * job.compute_bytes * tokens * sizes.hidden_size
-    masked = teacher.sliding_window is not None and job.seq_len_tokens > teacher.sliding_window
-    attention: Attention = "masked" if masked else "auto"
     try:
         traced = estimate_activations(
             family=teacher.model_type,
@@ -135,7 +134,7 @@ def _forward_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) -> 
             micro_batch_size=strategy.micro_batch_size,
             seq_len_tokens=job.seq_len_tokens,
             mode="fp32" if job.precision == "fp32" else "bf16",
-            attention=attention,
+            attention=attention_of(teacher, job.seq_len_tokens),
         )
     except UnknownFamilyError:
         experts = sizes.experts_per_token * sizes.expert_intermediate_size

@@ -195,10 +195,10 @@ def slowest_node(nodes: list[HardwareSpec]) -> tuple[HardwareSpec, tuple[str, ..
     lowest = {name: min(getattr(node, name) for node in nodes) for name in names}
     notes = []
     for name, value in lowest.items():
-        faster = [node for node in nodes if getattr(node, name) > value]
+        faster = sum(node.nodes for node in nodes if getattr(node, name) > value)
         if faster:
             slow = next(node for node in nodes if getattr(node, name) == value)
-            notes.append(f"{name}: {slow.gpu} rules with {value:.4g}, {len(faster)} other nodes have more")
+            notes.append(f"{name}: {slow.gpu} rules with {value:.4g}; nodes that have more: {faster}")
     idle = sum((node.gpus_per_node - per_node) * node.nodes for node in nodes)
     if idle:
         notes.append(f"gpus_per_node: {idle} accelerators stay idle, since every node takes part with {per_node}")

@@ -30,6 +30,34 @@ _COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")
 _SHORT_NUMBER = re.compile(r"-?[1-9]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
+_COMPILED = "decides itself which operators it fuses and what it recomputes"
+_FLOAT8 = "keeps scaled copies and the ranges of its inputs, and runs its products at another speed"
+NOT_COVERED: Mapping[str, str] = {
+    "torch_compile": f"not covered: torch.compile {_COMPILED}; plans count memory and time of eager PyTorch, in "
+    "bf16, fp16 or fp32",
+    "float8": f"not covered: training in float8 {_FLOAT8}; plans count bf16, fp16 and fp32",
+    "torchtitan": f"not covered: its stack compiles every layer, which {_COMPILED}, and its float8 {_FLOAT8}; plans "
+    "count the Trainer's eager FSDP2",
+}
+"""Ways to train whose memory and time no plan predicts, with why not."""
+_OTHER_NAMES = {
+    "compile": "torch_compile",
+    "fp8": "float8",
+    "enable_float8": "float8",
+    "dynamo_backend": "torch_compile",
+}
+
+
+def not_covered(name: object) -> str:
+    """Return why no prediction covers a way to train, by any of its names; empty for everything else.
+
+    >>> not_covered("fp8")[:11]
+    'not covered'
+    """
+    plain = str(name).lower().lstrip("-").replace("-", "_").replace(".", "_")
+    return NOT_COVERED.get(_OTHER_NAMES.get(plain, plain), "")
+
+
 class Settings(BaseModel):
     """Options of a command, with their defaults, choices and descriptions."""
 
@@ -135,7 +163,9 @@ class HardwareSettings(Settings):
     group = "Hardware"
 
     hardware: str | None = Field(
-        None, description="[[NODESx]GPUSx]GPU such as 8xA100-80GB or 4x8xH100-80GB, a YAML file, or local"
+        None,
+        description="[[NODESx]GPUSx]GPU such as 8xA100-80GB or 4x8xH100-80GB, unequal nodes joined by +, a YAML file, "
+        "or local",
     )
     host_memory: str | None = Field(None, description="Memory of one node, such as 1TB")
     nvme: str | None = Field(None, description="NVMe of one node as PATH:SIZE, such as /local_nvme:3.5TB")
@@ -286,6 +316,8 @@ def _fault(name: str, details: list[Any], kind: type[BaseModel]) -> Fault:
     choices = [] if field is None else _choices(field.annotation)
     near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
     rule = " or ".join(rules).replace(" or must be ", " or ")
+    if why := not_covered(value):
+        return Fault(where=name, value=value, rule=rule, fix=why)
     return Fault(where=name, value=value, rule=rule, fix=f"did you mean {near[0]}?" if near else "")
 
 
@@ -303,5 +335,5 @@ def unknown_fault(name: str, known: Iterable[str], *, where: str | None = None) 
     """Return that a name is no option, with the nearest one that is."""
     names = list(known)
     near = get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
-    fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+    fix = not_covered(name) or (f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}")
     return Fault(where=where or name, rule="is not a setting", fix=fix)

@@ -18,7 +18,7 @@ from ..specs.stages import PipelineStage, contiguous_stages
 from ..specs.strategy import Strategy
 from .constants import GpuConstants, hardware_constants
 from .offload import optimizer_seconds
-from .software import TRANSFORMERS, Software
+from .software import EAGER_ATTENTION, TRANSFORMERS, Software
 from .stage_time import (
     Setting,
     exposed,
@@ -52,7 +52,7 @@ def estimate_step_time(
     hardware: HardwareSpec,
     job: TrainingJob,
     *,
-    software: Software = TRANSFORMERS,
+    software: Software | None = None,
     constants: GpuConstants | None = None,
 ) -> StepTime:
     """Return the seconds of one optimizer step of a layout, `micro_batch_size * gradient_accumulation_steps` a rank.
@@ -61,6 +61,7 @@ def estimate_step_time(
         UsageError: there are fewer layers than pipeline stages.
     """
     constants = constants or hardware_constants(hardware)
+    software = software or (EAGER_ATTENTION if model.attention == "eager" else TRANSFORMERS)
     setting = setting_of(strategy, model, hardware, job, software, constants)
     stages = _stages(setting)
     # Stages of as many layers cost the same, wherever they lie.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -89,3 +89,7 @@ TRANSFORMERS = Software(
 )
 """Transformers 5 with eager RMSNorm in fp32 (36 bytes for each of two), rotary embeddings, sdpa and SwiGLU: counted in
 `modeling_llama.py` operation by operation, reads and writes."""
+
+
+EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=24.0, score_bytes_backward=36.0)
+"""The same with `eager_attention_forward`: scale, mask, softmax in fp32 and its cast back are kernels of their own."""

@@ -115,10 +115,12 @@ def feature_names(family: str, adapter: Adapter, attention: str) -> list[str]:
         names += ["token*intermediate_size"]
     if adapter != "none":
         names += ["token*lora_rank"]
-    if attention == "masked":
-        names += ["attention_mask", "position*position"]
-    if attention == "math":
-        names += ["attention_scores", "position*position"]
+    if attention in ("masked", "eager"):
+        names += ["attention_mask"]
+    if attention in ("math", "eager"):
+        names += ["attention_scores"]
+    if attention != "fused":
+        names += ["position*position"]
     return names
 
 
@@ -171,12 +173,19 @@ class TracedModel:
 
 
 def build_subject(
-    family: str, size: Dimensions, *, mode: Mode, adapter: Adapter, lora_rank: int, checkpointing: bool
+    family: str,
+    size: Dimensions,
+    *,
+    mode: Mode,
+    adapter: Adapter,
+    lora_rank: int,
+    checkpointing: bool,
+    implementation: str = "sdpa",
 ) -> TracedModel:
     """Builds one randomly initialised model in training mode, with adapters and checkpointing as asked."""
     config = AutoConfig.for_model(family, num_hidden_layers=size.num_layers, **_arguments(family, size))
     config.use_cache = False  # TrainingArguments.use_cache is False by default (transformers 5.17)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, trust_remote_code=False)
     base = model
     if adapter != "none":
         # PEFT 0.21 upcasts adapters to float32 and leaves the base as it is loaded: that is the autocast case.

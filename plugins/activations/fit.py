@@ -60,6 +60,7 @@ def measure(
             adapter=adapter,
             lora_rank=shape.lora_rank,
             checkpointing=checkpointing,
+            implementation="eager" if attention == "eager" else "sdpa",
         )
         inputs = build_inputs(shape, attention=attention)
         with attention_kernel(attention):

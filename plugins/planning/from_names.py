@@ -14,6 +14,7 @@ from ...ds_configs.memory.activation_source import ActivationSource, activations
 from ...ds_configs.memory.activations import ActivationEstimate, Mode
 from ...ds_configs.memory.calibration import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan
+from ...ds_configs.search.questions import slowest_node
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
@@ -60,7 +61,7 @@ def plan(
     """
     tell = notify or (lambda _: None)
     completing = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
-    cluster = _cluster(hardware, {name: value for name, value in completing.items() if value is not None})
+    cluster = _cluster(hardware, {name: value for name, value in completing.items() if value is not None}, tell)
     loaded = load_model_spec(model, revision=revision, by_structure=True) if isinstance(model, str) else model
     if job is None and "seq_len" not in words:
         words["seq_len"] = _longest_training(loaded, tell)
@@ -176,9 +177,9 @@ def installed_versions() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _cluster(hardware: str | HardwareSpec, completing: Mapping[str, Any]) -> HardwareSpec:
+def _cluster(hardware: str | HardwareSpec, completing: Mapping[str, Any], tell: Callable[[str], None]) -> HardwareSpec:
     if isinstance(hardware, str):
-        return read_hardware(hardware, **completing)
+        return read_hardware(hardware, tell=tell, **completing)
     if completing:
         rule, fix = "stands beside a HardwareSpec", "state it there"
         raise UsageError([Fault(where=name, value=value, rule=rule, fix=fix) for name, value in completing.items()])
@@ -186,9 +187,16 @@ def _cluster(hardware: str | HardwareSpec, completing: Mapping[str, Any]) -> Har
 
 
 def read_hardware(
-    text: str, *, host_memory: str | None = None, nvme: str | None = None, num_processes: int | None = None
+    text: str,
+    *,
+    host_memory: str | None = None,
+    nvme: str | None = None,
+    num_processes: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> HardwareSpec:
     """Return the cluster that a name, a YAML file or `local` describes; `num_processes` counts a kind such as `T4`.
+
+    Names joined by `+` are unequal nodes, of which the slowest rules; `tell` gets what it holds back.
 
     Raises:
         UsageError: the name, the file or one of its values cannot be used, or describes another number of processes.
@@ -197,6 +205,11 @@ def read_hardware(
         from .local_hardware import detect_hardware
 
         cluster = detect_hardware(host_memory=host_memory, nvme=nvme)
+    elif "+" in text and not text.endswith((".yaml", ".yml")):
+        parts = [parse_hardware(part, host_memory=host_memory, nvme=nvme) for part in text.split("+")]
+        cluster, held_back = slowest_node(parts)
+        for note in held_back:
+            tell(note)
     elif text.endswith((".yaml", ".yml")):
         stated = read_yaml_mapping(Path(text), what="hardware")
         stated |= parse_overrides(host_memory=host_memory, nvme=nvme)

@@ -116,7 +116,7 @@ def test_a_config_that_is_no_json_object_is_refused(shell: Shell, tmp_path: Path
         (
             ["plan", LLAMA, *GPU, "--precision", "fp8"],
             2,
-            "precision = 'fp8': must be 'bf16', 'fp16' or 'fp32'; did you",
+            "precision = 'fp8': must be 'bf16', 'fp16' or 'fp32'; not covered: training in float8",
         ),
         (["plan", LLAMA, *GPU, "--seq-len", "many"], 2, "seq_len = 'many': must be an integer"),
         (["plan", LLAMA, *GPU, "--optimizer", "adamw_tosch"], 2, "did you mean adamw_torch?"),
@@ -133,6 +133,7 @@ def test_a_config_that_is_no_json_object_is_refused(shell: Shell, tmp_path: Path
         (["plan"], 2, "model: is missing; name it after the command"),
         (["plan", LLAMA, "--lora-rank", "8", *GPU], 2, "lora_rank = 8: needs adapters; add --method lora"),
         (["pln"], 2, 'Did you mean "plan"?'),
+        (["plan", LLAMA, *GPU, "--torch-compile"], 2, "not covered: torch.compile decides"),
         (["explain", "gathered_parametres"], 2, "did you mean gathered_parameters"),
         (["explain", "x" * 5000], 2, "is no path of a plan, no strategy, term or rule; shardwright explain names"),
         (["explain", LLAMA], 2, "has no plan.json"),
@@ -275,6 +276,19 @@ def test_an_existing_directory_is_replaced_only_by_force(shell: Shell, tmp_path:
     assert after.keys() == before.keys() and after["plan.json"] != before["plan.json"]
     assert after["mine.txt"] == b"kept"
     assert shell("explain", str(output)).code == 0
+
+
+def test_the_slowest_of_unequal_nodes_rules(shell: Shell) -> None:
+    told = shell("plan", LLAMA, "--hardware", "4xA100-40GB+2x4xH100-80GB", "--format", "json")
+    hardware = json.loads(told.out)["hardware"]
+    assert (hardware["gpu"], hardware["nodes"], hardware["gpus_per_node"]) == ("A100-40GB", 3, 4)
+    assert "note: flops_per_s: A100-40GB rules" in told.err
+
+
+@pytest.mark.parametrize("name", ["torch.compile", "fp8", "torchtitan"])
+def test_ways_to_train_that_no_plan_predicts_are_explained(shell: Shell, name: str) -> None:
+    told = shell("explain", name)
+    assert told.code == 0 and ": not covered: " in told.out
 
 
 def test_what_is_in_the_way_is_told_and_left(shell: Shell, tmp_path: Path) -> None:

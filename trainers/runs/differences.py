@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.settings import not_covered
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 
@@ -42,11 +44,13 @@ def argument_differences(
         "method": (stated.get("method"), plan.job.method),
         "model_type": (_model_type(model, plan.model.model_type), plan.model.model_type),
     }
-    return [
+    found = [
         f"{name} was {ran}, the plan says {planned}"
         for name, (ran, planned) in facts.items()
         if ran is not None and ran != planned
     ]
+    uncovered = {"torch_compile": args.torch_compile, "fp8": os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"}
+    return found + [f"{name} is {not_covered(name)}" for name, is_on in uncovered.items() if is_on]
 
 
 def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from ...ds_configs.plan.files import edited_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
+from ...ds_configs.specs.settings import not_covered
 from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan as make_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
@@ -117,6 +118,8 @@ def prepare_train(
         faults.append(Fault(where="arg per_device_eval_batch_size", value=at_once, rule=rule, fix="drop it"))
     if faults:
         raise UsageError(faults)
+    if settings.arg.get("torch_compile"):
+        notify(f"torch_compile is {not_covered('torch_compile')}")
     kept = evenly_held_out(samples, plan, settings, batch_size=at_once)
     if cut := kept.statistics.cut_rows:
         notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")

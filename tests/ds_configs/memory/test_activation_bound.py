@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.memory.activation_bound import bounded_activations
 from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
-from shardwright.ds_configs.memory.activations import Mode, estimate_activations
+from shardwright.ds_configs.memory.activations import Attention, Mode, estimate_activations
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
@@ -80,12 +80,15 @@ def stored_models(draw: st.DrawFn) -> ModelSpec:
     mode=st.sampled_from(get_args(Mode)),
     batch=st.integers(1, 16),
     length=st.integers(64, 16_384),
-    masked=st.booleans(),
+    attention=st.sampled_from(["fused", "masked", "eager"]),
 )
-def test_no_stored_family_needs_more(model: ModelSpec, mode: Mode, batch: int, length: int, masked: bool) -> None:
+def test_no_stored_family_needs_more(
+    model: ModelSpec, mode: Mode, batch: int, length: int, attention: Attention
+) -> None:
     """Every quantity of every family whose traced bytes are known, in any shape."""
     job = TrainingJob(seq_len_tokens=length)
-    windowed = replace(model, sliding_window=length // 2 if masked else None)
+    window = length // 2 if attention == "masked" else None
+    windowed = replace(model, sliding_window=window, attention="eager" if attention == "eager" else None)
     bound = bounded_activations(windowed, job, micro_batch_size=batch, mode=mode)
     traced = estimate_activations(
         family=model.model_type,
@@ -93,7 +96,7 @@ def test_no_stored_family_needs_more(model: ModelSpec, mode: Mode, batch: int, l
         micro_batch_size=batch,
         seq_len_tokens=length,
         mode=mode,
-        attention="masked" if masked else "fused",
+        attention=attention,
     )
     below = {name for name in BYTES if getattr(bound, name) < getattr(traced, name)}
     assert not below, below
@@ -114,8 +117,8 @@ def test_eager_attention_adds_scores_that_grow_with_the_square() -> None:
     # An fp32 softmax and its bf16 copy are kept for each score.
     assert kept(8192, "eager") - kept(8192, None) >= 6 * 32 * 8192**2
     job = TrainingJob(seq_len_tokens=8192)
-    assert activations_are_stored(model, job)
-    assert not activations_are_stored(replace(model, attention="eager"), job)
+    for method in ("full", "lora"):
+        assert activations_are_stored(replace(model, attention="eager"), replace(job, method=method))
 
 
 def written(directory: Path, config: dict[str, Any]) -> str:

@@ -187,7 +187,13 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
     shape = fresh_shape(family, adapter)
     size = shape.dimensions
     subject = build_subject(
-        family, size, mode=mode, adapter=adapter, lora_rank=shape.lora_rank, checkpointing=checkpointing
+        family,
+        size,
+        mode=mode,
+        adapter=adapter,
+        lora_rank=shape.lora_rank,
+        checkpointing=checkpointing,
+        implementation="eager" if attention == "eager" else "sdpa",
     )
     inputs = build_inputs(shape, attention=attention)
     run = run_training_step(subject.model, inputs, mode=mode, layers=subject.layers, head=subject.head)
@@ -195,9 +201,10 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
     per_layer = told.checkpointed_bytes_per_layer if checkpointing else told.saved_bytes_per_layer
     transient = told.recompute_backward_transient_bytes if checkpointing else told.backward_transient_bytes
     base = size.num_layers * per_layer + told.outside_layer_bytes
-    # The estimate always counts what only checkpointing keeps: position numbers and the boolean mask.
+    # The estimate always counts what only checkpointing keeps: position numbers and masks: truth values, or bf16 for
+    # each kind of layer.
     length = shape.seq_len_tokens
-    slack = 8 * length + (shape.micro_batch_size * length * length if attention == "masked" else 0)
+    slack = 8 * length + {"masked": 1, "eager": 4}.get(attention, 0) * shape.micro_batch_size * length * length
     for measured, expected in (
         (run.head_start, base),
         (run.kept, base + told.loss_kept_bytes),
@@ -234,6 +241,12 @@ def test_padding_expands_heads_and_keeps_a_mask_per_layer() -> None:
     masked = estimate("llama", shape, "bf16", attention="masked")
     expanded = 2 * 2 * (size.query_size - size.key_value_size)
     assert masked.saved_bytes_per_layer - fused.saved_bytes_per_layer == tokens * (expanded + 2 * shape.seq_len_tokens)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", False), ("gpt2", True), ("gemma2", False)])
+def test_eager_attention_keeps_every_score(family: str, checkpointing: bool) -> None:
+    assert_run_matches(family, "bf16", "none", "eager", checkpointing=checkpointing)
 
 
 @pytest.mark.trace

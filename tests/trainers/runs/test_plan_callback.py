@@ -209,3 +209,13 @@ def test_naming_the_trainers_loads_no_heavy_library() -> None:
         from shardwright import trainers
 
         trainers.Nothing  # noqa: B018
+
+
+def test_what_no_prediction_covers_is_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwright.trainers.runs.differences import argument_differences
+    from transformers import TrainingArguments
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_cpu=True)
+    found = argument_differences(Plan.load(planned), arguments, None, ranks=1)
+    assert [line.partition(":")[0] for line in found[-2:]] == ["torch_compile is not covered", "fp8 is not covered"]
