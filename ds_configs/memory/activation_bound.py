@@ -80,7 +80,8 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
     tokens = micro_batch_size * max([job.seq_len_tokens, *(stack.tokens for stack in stacks)])
     outside = tokens * _outside_token_bytes(model, element)
     if _has_mask(model, job):
-        outside += 6 * tokens * job.seq_len_tokens
+        # Eager attention has a mask of numbers for each kind of layer (Gemma-2: two, in fp32).
+        outside += (8 if model.attention == "eager" else 6) * tokens * job.seq_len_tokens
     if not layers:
         outside, saved, checkpointed = outside + saved, 0, 0
     # A model without a vocabulary takes the mean of its last hidden states.
