@@ -141,6 +141,8 @@ def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> 
     return "math" if mode == "fp32" and grouped else "fused"
 
 
+# A search asks for the same micro-batch under every strategy.
+@lru_cache(maxsize=4096)
 def estimate_activations(
     *,
     family: str,

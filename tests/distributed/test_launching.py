@@ -115,16 +115,19 @@ recorded(work)()
     ],
 )
 def test_ranks_record_why_they_fail_and_the_launcher_passes_it_on(
-    how: str, said: str, code: int, tmp_path: Path
+    how: str, said: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is ended by the launcher, and is no cause; nothing is left of torchrun's own directories."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    left = set(Path(tempfile.gettempdir()).iterdir())
+    own = tmp_path / "temporary"
+    own.mkdir()
+    monkeypatch.setenv("TMPDIR", str(own))
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     with pytest.raises(LaunchFailedError, match=said) as caught:
         torchrun([str(script)], timeout_seconds=60, environment={"HOW": how})
     assert (caught.value.exit_code, caught.value.launcher_exit_code) == (code, 1)
-    assert set(Path(tempfile.gettempdir()).iterdir()) == left
+    assert not list(own.iterdir())
 
 
 @pytest.mark.distributed

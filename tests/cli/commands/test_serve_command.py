@@ -28,14 +28,17 @@ def no_engine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
-    """A program named vllm that prints what it was given, in an environment whose Python is this one."""
+    """A program named vllm that prints what it was given, in an environment whose Python is a warm one."""
     binaries, packages = tmp_path / "bin", tmp_path / "lib" / "python3.11" / "site-packages"
     binaries.mkdir()
     for name, version in (("vllm", "0.32.0"), ("compressed_tensors", "0.17.0")):
         place = packages / f"{name}-{version}.dist-info"
         place.mkdir(parents=True)
         (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    for name, program in {"vllm": 'printf "%s\\n" "$@"\nexit 7', "python": f'exec {sys.executable} "$@"'}.items():
+    for name, program in {
+        "vllm": 'printf "%s\\n" "$@"\nexit 7',
+        "python": f'exec {os.environ["PYTHON_EXEC"]} "$@"',
+    }.items():
         (binaries / name).write_text(f"#!/bin/sh\n{program}\n")
         (binaries / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{binaries}{os.pathsep}{os.environ['PATH']}")

@@ -185,7 +185,7 @@ def drive(endpoint: str, home: Path, cases: list[list[str]], **environment: str)
         env=clean | settings | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
@@ -293,7 +293,7 @@ def test_a_model_of_the_hub_is_quantized_and_trained_at_its_commit(
     scheme = ("--scheme", "W8A16", "--group-size", "32")
     flags = (*scheme, "--output-dir", str(output), "--no-evaluate", "--format", "json")
     data = ("--dataset", "python-help#20", "--seq-len", "64", "--max-steps", "1", "--evaluation-samples", "2")
-    training = ("--hardware", "2xCPU", "--strategy", "ddp", "--method", "lora", "--output-dir", str(trained))
+    training = ("--hardware", "1xCPU", "--method", "lora", "--output-dir", str(trained))
     cases = [
         ["train", whole_repository, *data, *training],
         ["quantize", whole_repository, *flags],
