@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faults", description="Break runs on purpose.", allow_abbrev=False)
     parser.add_argument("part", choices=(*campaigns.PARTS, "page"))
     parser.add_argument("--engines", nargs="+", default=list(campaigns.ENGINES), choices=campaigns.ENGINES)
-    parser.add_argument("--only", default="", metavar="WORDS", help="faults whose name or place has these words")
+    parser.add_argument("--only", default="", metavar="REGEX", help="faults whose place and name match")
     parser.add_argument("--results", type=Path, default=_DOCS / "reliability.json", metavar="FILE.json")
     flags = parser.parse_args()
     if flags.part == "page":

@@ -58,12 +58,12 @@ class Choice:
     """Faults of a part that are tried."""
 
     engines: Sequence[str]
-    words: str = ""
-    """Words in a fault's name or place; without any, all of them."""
+    pattern: str = ""
+    """Regular expression of a fault's place and name; an empty one takes all of them."""
 
     def has(self, where: str, fault: str) -> bool:
         """Tell whether a fault is tried."""
-        return self.words in f"{where} {fault}"
+        return re.search(self.pattern, f"{where} {fault}") is not None
 
 
 def run(part: str, directory: Path, choice: Choice) -> Iterator[Row]:
@@ -353,7 +353,7 @@ def _signalled(
 def _running(process: subprocess.Popen[bytes], output: Path, log: Path) -> dict[str, list[psutil.Process]]:
     """Return the processes of a command by their part in it, once its ranks have taken some steps."""
     metrics = output / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
             command = psutil.Process(process.pid)
