@@ -138,8 +138,8 @@ def _soak(found: Mapping[str, Any]) -> str:
         f"`python benchmarks/soak.py --write`: {found['steps']} steps on two CPU ranks, one checkpoint every "
         f"{found['save_steps']} steps, as the Trainer alone saves them (bare) and with guard and whole checkpoints "
         f"(guarded). What a rank holds after {shown} steps, and what the launch left. What is gained comes with the "
-        "first saves and not with steps: the allocator's arenas of the threads that write and finish a checkpoint "
-        "(with `MALLOC_ARENA_MAX=1` both ways gain the same).\n",
+        "first saves and not with steps: the allocator makes arenas for the threads that write and finish a checkpoint "
+        "and keeps them.\n",
         "| engine | way | rank | resident MB | growth | descriptors | threads | mapped in /dev/shm | left there |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -151,6 +151,7 @@ def _soak(found: Mapping[str, Any]) -> str:
             cells.append(counts[0] if len(set(counts)) == 1 else " / ".join(counts))
         left = len(row["left_in_shared_memory"])
         lines.append(f"| {row['engine']} | {row['way']} | {row['rank']} | {' | '.join(cells)} | {left} |")
+    lines += ["", found["note"]] if "note" in found else []
     return "\n".join(lines) + "\n"
 
 

@@ -102,7 +102,7 @@ def _check_weights(source: ModelSource, role: str) -> None:
         rule, fix = "is a configuration without weights", "name the model's directory"
         raise UsageError(Fault(where=role, value=source.name, rule=rule, fix=fix))
     if any(directory.glob("*.safetensors")):
-        check_weights(directory, quantized=_is_quantized(source))
+        _check_stored(directory, source)
         return
     others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
     if others:
@@ -111,8 +111,11 @@ def _check_weights(source: ModelSource, role: str) -> None:
     raise UsageError(Fault(where=role, value=source.name, rule="has no weights", fix="give a trained model"))
 
 
-def _is_quantized(source: ModelSource) -> bool:
-    return bool(source.config.get("quantization_config") or source.config.get("compression_config"))
+def _check_stored(directory: Path, source: ModelSource) -> None:
+    stated = source.config.get("quantization_config") or source.config.get("compression_config")
+    # The small format has files of its own, which are checked as they are read.
+    if not (isinstance(stated, dict) and stated.get("quant_method") == QUANT_METHOD):
+        check_weights(directory, quantized=bool(stated))
 
 
 def _causal_fault(config: Any, role: str, where: str) -> Fault | None:
@@ -139,7 +142,7 @@ def local_directory(subject: Subject) -> Path:
     if subject.source.revision is not None and not any(found.glob("*.safetensors")):
         rule = "has no safetensors weights; other formats can run code"
         raise RefusedInputError(Fault(where=subject.role, value=name, rule=rule, fix="convert them"))
-    check_weights(found, quantized=_is_quantized(subject.source))
+    _check_stored(found, subject.source)
     return found
 
 
