@@ -77,6 +77,11 @@ def test_a_script_loses_the_same_under_plans_that_moved(
         assert "trained on 2 ranks" in shown and "the plan says" not in shown
         losses.append(float(re.findall(r"ranks, loss (\S+)", shown)[0]))
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
+    # The last of them in small, with paths as a user types them.
+    rehearse = [*warm_command("shardwright"), "rehearse", moved.name, "--steps", 4, "--script"]
+    typed = arguments(words, model, Path(moved.name))
+    shown = ran(*rehearse, EXAMPLES / f"{script}.py", "--", *typed, cwd=moved.parent)
+    assert f"2 ranks ran {script}.py to its end" in " ".join(shown.split())
 
 
 def test_a_loop_with_accelerate(model: Path, tmp_path: Path) -> None:
