@@ -51,9 +51,9 @@ class PlanFiles:
         name = (accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")
         deepspeed = None
         if name:
-            # The check has warned where Accelerate would not find the file beside the YAML.
-            path = Path(name) if Path(name).exists() else directory / name
-            deepspeed = strict_json(path.read_bytes())
+            # As every launch of a plan: of a directory that moved, the file beside the YAML is the plan's.
+            beside = directory / Path(name).name
+            deepspeed = strict_json((beside if beside.exists() else Path(name)).read_bytes())
         arguments = strict_json((directory / "training_arguments.json").read_bytes())
         return cls(accelerate=accelerate, deepspeed=deepspeed, arguments=arguments)
 

@@ -15,6 +15,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.hardware import parse_hardware
 from ...plugins.transformers.training_arguments import byte_tokenizer
+from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
 from .files import PlanFiles, Rehearsed
 from .launch import LaunchSettings, launch_worker, prepare_launch, rank_records
@@ -50,7 +51,7 @@ def rehearse_script(
         training_arguments={name: scaled[name] for name in files.arguments if name in scaled},
         planned=files.arguments,
         script=str(script.absolute()),
-        arguments=exchanged_arguments(arguments, plan, settings.directory, work),
+        arguments=exchanged_arguments(with_plan_flags(arguments, plan), plan, settings.directory, work),
         model_name=plan.model.name,
         model_directory=str(work / "model"),
         steps=settings.steps,
