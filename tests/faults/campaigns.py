@@ -347,7 +347,8 @@ def _signalled(
     # A second signal may come after the save; ranks of a killed command are asked to stop, and save too.
     saved = bool(whole) or code not in (143, 130) or len(numbers) > 1
     right = ended == code and not orphans and saved and "Traceback" not in "".join(lines)
-    return {"happened": f"{happened}; {(lines or [''])[0][:160]}", "expected": right}
+    told = (lines or [""])[0].replace(sys.executable, "python").replace(str(workshop.directory), "")
+    return {"happened": f"{happened}; {told[:160]}", "expected": right}
 
 
 def _running(process: subprocess.Popen[bytes], output: Path, log: Path) -> dict[str, list[psutil.Process]]:
