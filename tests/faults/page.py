@@ -137,9 +137,7 @@ def _soak(found: Mapping[str, Any]) -> str:
         "## Many steps\n",
         f"`python benchmarks/soak.py --write`: {found['steps']} steps on two CPU ranks, one checkpoint every "
         f"{found['save_steps']} steps, as the Trainer alone saves them (bare) and with guard and whole checkpoints "
-        f"(guarded). What a rank holds after {shown} steps, and what the launch left. What is gained comes with the "
-        "first saves and not with steps: the allocator makes arenas for the threads that write and finish a checkpoint "
-        "and keeps them.\n",
+        f"(guarded). What a rank holds after {shown} steps, and what the launch left.\n",
         "| engine | way | rank | resident MB | growth | descriptors | threads | mapped in /dev/shm | left there |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

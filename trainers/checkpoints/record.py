@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,10 @@ def _inside(name: str) -> str:
 def _file_record(path: Path) -> FileRecord:
     import xxhash
 
-    found, size, chunk = xxhash.xxh3_128(), 0, bytearray(_CHUNK_BYTES)
-    with path.open("rb", buffering=0) as stream:
-        while count := stream.readinto(chunk):
-            found.update(memoryview(chunk)[:count])
+    found, size = xxhash.xxh3_128(), 0
+    # Mapped, since the allocator would keep a chunk in the arena of every thread that once read a file.
+    with path.open("rb", buffering=0) as stream, mmap(-1, _CHUNK_BYTES) as chunk, memoryview(chunk) as view:
+        while count := stream.readinto(view):
+            found.update(view[:count])
             size += count
     return FileRecord(size_bytes=size, xxh3_128=found.hexdigest())
