@@ -45,6 +45,9 @@ def exchanges(
         terms["tensor_parallel"] = reduction_seconds(group, calls * hidden, calls=calls)
         if with_head and work.head_rows:
             terms["tensor_parallel"] += reduction_seconds(group, hidden)
+        if with_head and work.gathered_vocabulary:
+            logits = tokens * work.gathered_vocabulary * element_bytes
+            terms["tensor_parallel"] += gather_seconds(group, logits, calls=1)
         waiting += calls * group.waiting_seconds
     if strategy.sp > 1:
         group = group_of(hardware, constants, ranks=strategy.sp)

@@ -199,7 +199,8 @@ def head_passes(
     if full:
         backward += chunks * product_seconds(device, rows, hidden, m, inside_layer=False)
     backward *= constants.backward_slowdown
-    bytes_of_loss = (software.loss_bytes / 2 if chunked else software.loss_bytes) * tokens * rows
+    logits = tokens * max(rows, work.gathered_vocabulary)
+    bytes_of_loss = (software.loss_bytes / 2 if chunked else software.loss_bytes) * logits
     accumulated = 4.0 * rows * hidden * chunks if chunked and full else 0.0
     # Lookup of the embedding, final norm, and their gradients.
     around = tokens * hidden * (software.hidden_bytes_forward + software.hidden_bytes_backward) / 2

@@ -61,6 +61,8 @@ class ModelWork:
     """Width of all key heads."""
     head_rows: int
     """Columns of the output head on the rank; 0 without one."""
+    gathered_vocabulary: int
+    """Logits of a token that ranks gather from each other's heads: AutoTP's loss reads whole ones, on every rank."""
     window: int
     """Tokens that attention looks back; 0 for all."""
     causal: bool
@@ -109,6 +111,8 @@ def model_work(
     outside = share.parameters_outside_layers
     if vocabulary_parallel and tp > 1:
         head, outside = -(-sizes.vocab_size // tp), -(-model.parameters_outside_layers // tp)
+    # deepspeed 0.19.8, module_inject/auto_tp.py:467: a head of its own is a column-parallel layer with gather_output.
+    gathered = sizes.vocab_size if 0 < head < sizes.vocab_size and not vocabulary_parallel else 0
     experts = sum(parameter.total for parameter in inside if parameter.kind == "experts") / layers
     return ModelWork(
         products=tuple(products),
@@ -126,6 +130,7 @@ def model_work(
         whole_query_size=sizes.query_size,
         whole_key_value_size=sizes.key_value_size,
         head_rows=head,
+        gathered_vocabulary=gathered,
         window=model.sliding_window or 0,
         causal=model.task == "causal_lm",
         layer_parameters=sum(parameter.total for parameter in inside) / layers,

@@ -18,6 +18,7 @@ from shardwright.ds_configs.step_time.data_parallel import Held, data_traffic
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.links import gather_seconds, group_of, reduction_seconds
 from shardwright.ds_configs.step_time.micro_batch import device_of, product_seconds, with_host
+from shardwright.ds_configs.step_time.model_work import model_work
 from shardwright.ds_configs.step_time.software import TRANSFORMERS
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
@@ -125,6 +126,22 @@ def test_collectives_move_what_a_ring_moves_and_wait_for_its_hops(ranks, size):
     assert gathered == pytest.approx(moved / group.bytes_per_s + group.ring_seconds)
     assert reduction_seconds(group, size) <= 2 * gathered * (1 + 1e-9)
     assert group.bytes_per_s <= cluster.link_bytes_per_s
+
+
+def test_ranks_gather_the_logits_of_a_divided_head():
+    """Without its gather, and with the loss over a part of the vocabulary, a head of its own would cost too little."""
+    own, tied = llama(vocab_size=64_000), llama(vocab_size=64_000, tie_word_embeddings=True)
+    divided, whole = model_work(own, 2), model_work(tied, 2)
+    assert (divided.head_rows, divided.gathered_vocabulary) == (32_000, 64_000)
+    assert (whole.head_rows, whole.gathered_vocabulary) == (64_000, 0)
+    assert model_work(own, 2, vocabulary_parallel=True).gathered_vocabulary == 0
+    assert model_work(own, 2, divides_head=False).gathered_vocabulary == model_work(own).gathered_vocabulary == 0
+    layout = replace(ZERO1, dp_shard=4, tp=2)
+    terms = {name: seconds(layout, model).terms for name, model in (("own", own), ("tied", tied))}
+    group = group_of(A100, constants_of("A100-80GB"), ranks=2)
+    logits = 2 * TrainingJob().seq_len_tokens * 64_000
+    gathered = terms["own"]["tensor_parallel"] - terms["tied"]["tensor_parallel"]
+    assert gathered == pytest.approx(gather_seconds(group, logits), rel=1e-6)
 
 
 def test_a_ring_over_many_nodes_costs_its_hops_in_every_layer():
