@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import combinations, product
@@ -54,13 +54,15 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """GPT-2 trains without dropout: the fused CUDA kernel keeps one byte per element where the CPU keeps more."""
+DECODER: Mapping[str, Any] = {**_DECODER, "head_dim": 32, "pad_token_id": 0}
+"""Sizes of a family that names them as Llama does, and is outside of the grid."""
 
 
 def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
-    """Return the specification of a family that is counted in closed form."""
-    spec = model_spec_from_config(config, name=name)
-    assert spec is not None
-    return spec
+    """Return the specification of a family: the closed form, or what Transformers builds."""
+    from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+
+    return model_spec_from_config(config, name=name) or model_spec_from_meta(config, name=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,8 @@ class AttentionCase(Case):
 
     @property
     def config(self) -> dict[str, Any]:
-        return {"model_type": self.model, **MODELS[self.model], "attn_implementation": self.attention}
+        sizes = MODELS.get(self.model, DECODER)
+        return {"model_type": self.model, **sizes, "attn_implementation": self.attention}
 
     def spec(self) -> ModelSpec:
         return replace(spec_of(self.config, self.model), attention=self.attention)

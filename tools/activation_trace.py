@@ -31,13 +31,15 @@ def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
 
 
 def is_stored(family: str, adapter: Adapter) -> bool:
-    """Whether a table is possible.
+    """Whether a table is possible and worth its size: adapters on families added later count as full training.
 
     PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix, so
     bytes then grow with the weights and are not linear in the features.
     """
-    from shardwright.plugins.activations.families import MIXTURES
+    from shardwright.plugins.activations.families import FIRST, MIXTURES
 
+    if family not in FIRST:
+        return adapter == "none"
     return adapter != "lora_all_linear" or family not in MIXTURES
 
 

@@ -251,6 +251,19 @@ def unseen_code_is_trained_whole(candidate: Candidate) -> Fault | None:
     )
 
 
+def shared_sequences_are_causal(candidate: Candidate) -> Fault | None:
+    """Ranks share a sequence of a causal language model alone: no other model was shown to train equally on parts."""
+    strategy = candidate.strategy
+    if candidate.model.task == "causal_lm" or strategy.sp * strategy.cp == 1:
+        return None
+    return Fault(
+        where="model",
+        value=candidate.model.architecture,
+        rule="is no causal language model, and only those share sequences (sp, cp)",
+        fix="use sp = cp = 1",
+    )
+
+
 def settings_are_proven(candidate: Candidate) -> list[Fault]:
     """The optimizer, the precision and what else a job has go with the engine and the axes of the layout."""
     job, strategy = candidate.job, candidate.strategy
@@ -283,6 +296,7 @@ RULES: tuple[Rule, ...] = (
     chunked_loss_is_supported,
     lora_targets_exist,
     unseen_code_is_trained_whole,
+    shared_sequences_are_causal,
     *PARALLEL_RULES,
 )
 """All rules, in the order in which they are checked."""

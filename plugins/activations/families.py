@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...ds_configs.memory.activations import Adapter, Mode
+from ...ds_configs.memory.activations import Adapter, Mode, load_coefficients
 from ...ds_configs.specs.dimensions import Dimensions
 from .run import enable_checkpointing
 
@@ -85,7 +85,9 @@ def _qwen3_moe(size: Dimensions) -> dict[str, Any]:
     }
 
 
-FAMILIES: dict[str, Callable[[Dimensions], dict[str, Any]]] = {
+STANDARD_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+"""Names without which a family's sizes cannot be set as Llama's are."""
+FIRST: dict[str, Callable[[Dimensions], dict[str, Any]]] = {
     "llama": _grouped,
     "qwen2": _grouped,
     "qwen3": _grouped,
@@ -97,6 +99,10 @@ FAMILIES: dict[str, Callable[[Dimensions], dict[str, Any]]] = {
     "phi3": _grouped,
     "gemma3_text": _grouped,
 }
+FAMILIES: dict[str, Callable[[Dimensions], dict[str, Any]]] = (
+    dict.fromkeys(load_coefficients()["tables"], _grouped) | FIRST
+)
+"""Arguments of a family's configuration for given sizes: those above, and what `tools/add_family.py` stored since."""
 MIXTURES = frozenset({"mixtral", "qwen3_moe"})
 
 _DEPENDENT = {"token*query_size", "token*key_value_size", "token*key_value_heads", "position*head_dim"}
@@ -200,7 +206,7 @@ def build_subject(
 
 
 def _arguments(family: str, size: Dimensions) -> dict[str, Any]:
-    arguments = FAMILIES[family](size)
+    arguments = FAMILIES.get(family, _grouped)(size)
     arguments.pop("num_hidden_layers", None)
     return arguments
 

@@ -24,6 +24,8 @@ Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "o
 _MOST_MODULES = 200_000
 """Modules of a model that is built here, some ten seconds and a gigabyte; the largest public ones have a tenth."""
 _CODE_FIELDS = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
+_RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout")
+"""Dropout of what attention and MLP add to the residual stream, as GPT-2 and StarCoder2 call it."""
 _POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
@@ -147,7 +149,7 @@ def model_spec_from_meta(config: Mapping[str, Any], *, name: str, revision: str 
         learned_positions=_learned_positions(parameters, text),
         sliding_window=_sliding_window(text),
         attention=None if getattr(model, "_supports_sdpa", False) else "eager",
-        residual_dropout_masks=2 if model.config.model_type == "gpt2" and model.config.resid_pdrop else 0,
+        residual_dropout_masks=2 if any(getattr(model.config, name, 0) for name in _RESIDUAL_DROPOUTS) else 0,
         weight_conversion=any(p.kind == "experts" for p in parameters),
         source="meta",
     )

@@ -49,6 +49,11 @@ CASES = {
     "single": (Strategy(engine="single", dp_replicate=8), {}, "needs 1 rank, not 8; use ddp"),
     "replicas": (replace(ZERO1, dp_replicate=2, dp_shard=4), {}, "dp_replicate = 2: must be 1 with ZeRO 1 to 3"),
     "unseen code": (FSDP2, {"model": replace(LLAMA, source="structure")}, "is code of its repository"),
+    "encoder": (
+        replace(ZERO1, dp_shard=4, sp=2),
+        {"model": replace(LLAMA, task="masked_lm")},
+        "only those share sequences",
+    ),
     "shards": (replace(DDP, dp_replicate=4, dp_shard=2), {}, "must be 1 where nothing is sharded"),
     "offload stage 0": (replace(DDP, offload_optimizer="cpu"), {}, "needs ZeRO stage 1, 2 or 3"),
     "offload parameters": (replace(ZERO1, offload_param="cpu"), {}, "offload_param = 'cpu': needs ZeRO stage 3"),

@@ -24,7 +24,7 @@ from shardwright.ds_configs.memory.activations import (
 )
 from shardwright.ds_configs.specs.dimensions import Dimensions
 from shardwright.plugins.activations import request as activation_request
-from shardwright.plugins.activations.families import FAMILIES, Shape, build_inputs, build_subject, sample_shapes
+from shardwright.plugins.activations.families import FAMILIES, FIRST, Shape, build_inputs, build_subject, sample_shapes
 from shardwright.plugins.activations.request import ActivationTraceError, trace_model
 from shardwright.plugins.activations.run import run_training_step
 
@@ -220,9 +220,15 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
 @pytest.mark.parametrize(
     ("mode", "checkpointing"), [("bf16", False), ("bf16", True), ("fp32", False), ("bf16_autocast", True)]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_real_runs_of_new_shapes_take_the_estimated_bytes(family: str, mode: Mode, checkpointing: bool) -> None:
     assert_run_matches(family, mode, "none", "fused", checkpointing=checkpointing)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - FIRST.keys()))
+def test_real_runs_of_added_families_take_the_estimated_bytes(family: str) -> None:
+    assert_run_matches(family, "bf16", "none", "fused", checkpointing=True)
 
 
 @pytest.mark.trace

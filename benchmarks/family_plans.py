@@ -1,0 +1,219 @@
+"""Plans of many families: parameters, seconds, where activation bytes come from, and which layouts are legal.
+
+`python benchmarks/family_plans.py` plans the default configuration of each family on eight H100; `--write` makes
+docs/measurements/family_plans.md, and keeps what was found beside this script, so that named families can be planned
+alone. Parameters are compared with those of the class that Transformers builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from memory_cases import AttentionCase
+from metered_launch import measure_cases
+from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+
+FOUND = Path(__file__).with_name("family_plans.json")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "family_plans.md"
+HARDWARE = "8xH100-80GB"
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "bert": "BertForMaskedLM",
+    "distilbert": "DistilBertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+    "deberta-v2": "DebertaV2ForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+    "opt": "OPTForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "whisper": "WhisperForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "clip": "CLIPModel",
+    "llama4_text": "Llama4ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+}
+"""Classes by model type; every one in its default size."""
+METERED = ("granite", "olmo2", "starcoder2", "gemma", "smollm3", "glm4", "arcee")
+"""Families whose shrunken model is trained under ZeRO-2 on two CPU ranks; five others are in `memory_accuracy.py`."""
+
+
+def default_config(model_type: str, architecture: str) -> dict[str, Any]:
+    """Return the default configuration of a family as a `config.json` would state it."""
+    from transformers import AutoConfig
+
+    values = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+    return values | {"model_type": model_type, "architectures": [architecture]}
+
+
+def built_parameters(config: dict[str, Any]) -> int:
+    """Return the parameters of the class that Transformers builds on the meta device, tied ones once."""
+    import torch
+    import transformers
+
+    values = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    with torch.device("meta"):
+        built = transformers.AutoConfig.for_model(config["model_type"], **values)
+        model = getattr(transformers, config["architectures"][0])(built)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def planned(path: Path) -> dict[str, Any]:
+    """Return what planning a configuration came to, with the seconds of the first and of a second plan."""
+    from shardwright.ds_configs.plan.plan import PlanDoesNotFitError
+    from shardwright.plugins.planning.from_names import plan
+
+    seconds, found = [], None
+    for _ in range(2):
+        started = time.process_time()
+        try:
+            made = plan(str(path), HARDWARE, calibration=None)
+            model, layouts, chosen = made.model, (made.chosen, *made.rejected), made.chosen.strategy.label
+            source = made.activations
+        except PlanDoesNotFitError as error:
+            model, layouts, chosen, source = error.model, error.tried, "does not fit", "upper bound"
+        seconds.append(time.process_time() - started)
+        engines = {layout.strategy.engine for layout in layouts}
+        axes = {axis for layout in layouts for axis in layout.strategy.axes}
+        found = {"parameters": model.parameter_count, "chosen": chosen, "source": source}
+        found |= {"legal": sorted(engines) + sorted(axes)}
+    assert found is not None
+    return found | {"cold": seconds[0], "warm": seconds[1]}
+
+
+def metered(families: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return the metered and the predicted bytes of a shrunken model of each family, by class."""
+    cases = [
+        AttentionCase(
+            model=family,
+            layout="zero2",
+            precision="bf16",
+            accumulation=1,
+            checkpointing=False,
+            offload="none",
+            ranks=2,
+            method="full",
+            attention="sdpa",
+            seq_len_tokens=256,
+        )
+        for family in families
+    ]
+    found = {}
+    for record in measure_cases(cases, worker_file="memory_worker.py"):
+        case = AttentionCase(**record["case"])
+        terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+        predicted = max(sum(terms[name].values()) for name in terms if name != "init")
+        found[CLASSES[case.model]] = {"metered_bytes": record["peak_bytes"], "predicted_bytes": predicted}
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the families as Markdown."""
+    lines = [
+        "| class | parameters | of the built class | first plan | again | activations | metered | chosen | legal |"
+    ]
+    lines.append("|---|--:|--:|--:|--:|---|---|---|---|")
+    for row in rows:
+        same = "the same" if row["built"] == row["parameters"] else f"{row['built']:,}"
+        lines.append(
+            f"| {row['class']} | {row['parameters']:,} | {same} | {row['cold']:.2f} s | {row['warm']:.2f} s | "
+            f"{row['source']} | {_metered_shown(row)} | {row['chosen']} | {', '.join(row['legal'])} |"
+        )
+    return "\n".join(lines)
+
+
+def _metered_shown(row: dict[str, Any]) -> str:
+    if "metered_bytes" not in row:
+        return ""
+    error = row["predicted_bytes"] / row["metered_bytes"] - 1
+    return f"{row['metered_bytes'] / 1e6:.1f} MB, {error:+.1%}"
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """Return docs/measurements/family_plans.md."""
+    exact = sum(row["built"] == row["parameters"] for row in rows)
+    pairs = [(row["predicted_bytes"], row["metered_bytes"]) for row in rows if "metered_bytes" in row]
+    errors = [abs(predicted / metered - 1) for predicted, metered in pairs]
+    slowest = max(rows, key=lambda row: row["warm"])
+    return f"""# Plans of families
+
+The default configuration of {len(rows)} classes, full training on `{HARDWARE}`.
+`python benchmarks/family_plans.py --write` makes this page.
+{exact} of {len(rows)} have exactly the parameters of the class that Transformers builds on the meta device.
+The first plan of a class builds it there and loads its module; the slowest second plan takes
+{slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are those of one slow core, without waiting for others.
+
+Activations are *stored* where traced coefficients of the family ship with the package, as metered in
+[memory](memory.md), and an *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)).
+[How a family is added](../guides/add_a_family.md). Legal are engines and axes of the layouts that were weighed.
+*Metered* is the peak of a rank that trains a shrunken model (4 layers, sequences of 256 tokens) under ZeRO-2 on two CPU
+ranks, and the error of its prediction: {len(errors)} families, mean {mean(errors):.2%}, worst {max(errors):.2%}.
+
+{table(rows)}
+"""
+
+
+def main() -> None:
+    """Plan every family and print, or write, the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", choices=[*CLASSES, []], help="default: all")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--meter", action="store_true", help="train the families that can be, in place of planning")
+    options = parser.parse_args()
+    known = {row["class"]: row for row in json.loads(FOUND.read_text(encoding="utf-8"))} if FOUND.exists() else {}
+    if options.meter:
+        for architecture, values in metered(options.families or METERED).items():
+            known[architecture] |= values
+            print(architecture, _metered_shown(known[architecture]), flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        for model_type in () if options.meter else options.families or CLASSES:
+            path, architecture = Path(directory) / "config.json", CLASSES[model_type]
+            config = default_config(model_type, architecture)
+            path.write_text(json.dumps(config), encoding="utf-8")
+            row = (
+                known.get(architecture, {})
+                | {"class": architecture}
+                | planned(path)
+                | {"built": built_parameters(config)}
+            )
+            known[architecture] = row
+            print(table([row]).splitlines()[-1], flush=True)
+    rows = [known[architecture] for architecture in CLASSES.values() if architecture in known]
+    if options.write:
+        FOUND.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+        PAGE.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Adds a family to the stored activation coefficients: `python -m shardwright.tools.add_family CONFIG`.
+
+Traces the model class of a `config.json` at small sizes, on one CPU process, in every precision and with every kind of
+attention, and solves for integer coefficients that explain each traced byte, spare shapes included. What is written is
+`ds_configs/data/activations.json`, from which the tests of all families take it up. A family that does not fit is
+refused, and keeps the upper bound from its structure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwright.ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from shardwright.tools.activation_trace import DATA_PATH, derive_coefficients, render
+
+if TYPE_CHECKING:
+    from shardwright.plugins.planning.models import LoadedModel
+
+
+def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
+    """Return why a family cannot be traced as Llama is."""
+    from shardwright.plugins.activations.families import STANDARD_SIZES
+    from transformers import AutoConfig
+
+    spec = loaded.spec
+
+    def fault(rule: str, fix: str = "its plans keep the upper bound from its structure") -> Fault:
+        return Fault(where="model_type", value=spec.model_type, rule=rule, fix=fix)
+
+    if spec.model_type in stored["tables"]:
+        return [fault("is stored", f"python tools/activation_trace.py --write {spec.model_type} derives it again")]
+    if spec.task != "causal_lm":
+        return [fault(f"trains {spec.architecture}, and only causal language models are traced here")]
+    if spec.dimensions.num_experts:
+        return [fault("is a mixture of experts, whose sizes no two families name alike")]
+    known = vars(AutoConfig.for_model(spec.model_type))
+    missing = [name for name in STANDARD_SIZES if name not in known]
+    return [fault(f"has no {', '.join(missing)} of its own in its configuration")] if missing else []
+
+
+def add_family(config: str, *, data: Path = DATA_PATH) -> str:
+    """Derive the coefficients of a model's family, write them, and return its `model_type`.
+
+    Raises:
+        UsageError: the family is stored, or cannot be traced like Llama.
+        TraceError: its bytes are not linear in its sizes; nothing is written.
+    """
+    from shardwright.plugins.planning.models import load_model_spec
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    loaded = load_model_spec(config)
+    stored = json.loads(data.read_text(encoding="utf-8"))
+    if faults := family_faults(loaded, stored):
+        raise UsageError(faults)
+    family = loaded.spec.model_type
+    stored["tables"][family] = derive_coefficients(family, adapters=("none",))
+    written = data.with_suffix(".new")
+    written.write_text(render(stored), encoding="utf-8")
+    written.replace(data)
+    return family
+
+
+def main(arguments: list[str]) -> int:
+    """Add the family of one configuration."""
+    parser = argparse.ArgumentParser(prog="add_family", description=__doc__)
+    parser.add_argument("config", help="config.json, directory or Hub id of a model of the family")
+    try:
+        family = add_family(parser.parse_args(arguments).config)
+    except ShardwrightError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    print(f"{family}: written to {DATA_PATH}")
+    print(f"Next: pytest tests/ds_configs/memory/test_activations.py -k {family}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
