@@ -94,20 +94,12 @@ def model_work(
     products, expert_products, local_experts = [], [], 0
     for parameter in inside:
         if parameter.kind == "experts":
-            local_experts = parameter.shape[0]
-            expert_products.append(
-                Product(
-                    in_features=parameter.shape[2],
-                    out_features=parameter.shape[1],
-                    count=parameter.count / layers,
-                )
-            )
+            local_experts, out, within = parameter.shape
+            expert_products.append(Product(in_features=within, out_features=out, count=parameter.count / layers))
         elif len(parameter.shape) == 2:
             out, within = reversed(parameter.shape) if flipped else parameter.shape
             products.append(Product(in_features=within, out_features=out, count=parameter.count / layers))
-    head = next((p.shape[0] for p in share.parameters if p.group == "head" and len(p.shape) == 2), 0)
-    if not head and model.tied_embeddings and model.task != "encoder":
-        head = sizes.vocab_size
+    head = _head_rows(share)
     outside = share.parameters_outside_layers
     if vocabulary_parallel and tp > 1:
         head, outside = -(-sizes.vocab_size // tp), -(-model.parameters_outside_layers // tp)
@@ -137,3 +129,10 @@ def model_work(
         outside_parameters=outside,
         expert_parameters=experts,
     )
+
+
+def _head_rows(share: ModelSpec) -> int:
+    """Return the columns of the output head that a rank holds; a head that is tied to the embedding is whole."""
+    own = next((p.shape[0] for p in share.parameters if p.group == "head" and len(p.shape) == 2), 0)
+    is_tied = share.tied_embeddings and share.task != "encoder"
+    return own or (share.dimensions.vocab_size if is_tied else 0)
