@@ -11,7 +11,7 @@ from shardwright.plugins.activations.fit import TraceError
 from shardwright.tools import activation_trace, add_family
 
 SMALL = {
-    "model_type": "llama",
+    "model_type": "granite",
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -23,10 +23,10 @@ SMALL = {
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """The stored coefficients without Llama's."""
-    stored = json.loads(activation_trace.DATA_PATH.read_text(encoding="utf-8"))
-    del stored["tables"]["llama"]
-    path = tmp_path / "activations.json"
+    """The coefficients of added families without Granite's."""
+    stored = json.loads(activation_trace.ADDED_PATH.read_text(encoding="utf-8"))
+    del stored["tables"]["granite"]
+    path = tmp_path / "added.json"
     path.write_text(activation_trace.render(stored), encoding="utf-8")
     return path
 
@@ -42,9 +42,9 @@ def test_an_added_family_is_traced_and_written(tmp_path: Path, data: Path, monke
     derive, before = activation_trace.derive_coefficients, data.read_text()
     monkeypatch.setattr(activation_trace, "attention_paths", lambda *_: ("fused",))
     monkeypatch.setattr(add_family, "derive_coefficients", lambda *a, **k: derive(*a, modes=("bf16",), **k))
-    assert add_family.add_family(config(tmp_path), data=data) == "llama"
-    added = json.loads(data.read_text())["tables"].pop("llama")
-    known = json.loads(activation_trace.DATA_PATH.read_text())["tables"]["llama"]
+    assert add_family.add_family(config(tmp_path), data=data) == "granite"
+    added = json.loads(data.read_text())["tables"].pop("granite")
+    known = json.loads(activation_trace.ADDED_PATH.read_text())["tables"]["granite"]
     assert added == {"bf16": {"none": {"fused": known["bf16"]["none"]["fused"]}}}
     assert len(data.read_text()) > len(before)
 
@@ -53,13 +53,13 @@ def test_bytes_that_are_not_linear_leave_the_data_alone(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: object, **__: object) -> None:
-        raise TraceError("llama: not linear in its sizes")
+        raise TraceError("granite: not linear in its sizes")
 
     before = data.read_text()
     monkeypatch.setattr(add_family, "derive_coefficients", fails)
     monkeypatch.setattr(add_family.add_family, "__kwdefaults__", {"data": data})
     assert add_family.main([config(tmp_path)]) == 1
-    assert capsys.readouterr().err == "error: llama: not linear in its sizes\n"
+    assert capsys.readouterr().err == "error: granite: not linear in its sizes\n"
     assert data.read_text() == before
 
 

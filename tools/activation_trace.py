@@ -10,12 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from shardwright.ds_configs.memory.activations import DATA_FILE, Adapter, Mode, load_coefficients
+from shardwright.ds_configs.memory.activations import ADDED_FILE, DATA_FILE, Adapter, Mode
 from shardwright.plugins.activations.request import trace_model
 
 __all__ = ["derive_coefficients", "main", "trace_model"]
 
 DATA_PATH = Path(__file__).parents[1] / "ds_configs" / "data" / DATA_FILE
+ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)
 VERSIONED_PACKAGES = ("torch", "transformers", "peft")
 
 
@@ -73,14 +74,14 @@ def derive_coefficients(
 
 def main(arguments: list[str]) -> int:
     """Derives families and prints their tables, or writes them into the data file next to the stored ones."""
-    from shardwright.plugins.activations.families import FAMILIES
+    from shardwright.plugins.activations.families import FIRST
 
     parser = argparse.ArgumentParser(prog="activation_trace", description=__doc__)
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="default: all")
+    parser.add_argument("families", nargs="*", choices=[*FIRST, []], help="default: all")
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     options = parser.parse_args(arguments)
-    tables: dict[str, Any] = dict(load_coefficients()["tables"]) if DATA_PATH.exists() else {}
-    for family in options.families or FAMILIES:
+    tables: dict[str, Any] = json.loads(DATA_PATH.read_text(encoding="utf-8"))["tables"]
+    for family in options.families or FIRST:
         tables[family] = derive_coefficients(family)
         print(f"{family}: derived", file=sys.stderr)
         document = {"versions": {name: version(name) for name in VERSIONED_PACKAGES}, "tables": tables}

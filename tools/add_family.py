@@ -2,7 +2,7 @@
 
 Traces the model class of a `config.json` at small sizes, on one CPU process, in every precision and with every kind of
 attention, and solves for integer coefficients that explain each traced byte, spare shapes included. What is written is
-`ds_configs/data/activations.json`, from which the tests of all families take it up. A family that does not fit is
+`ds_configs/data/added_activations.json`, from which the tests of all families take it up. A family that does not fit is
 refused, and keeps the upper bound from its structure.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from shardwright.tools.activation_trace import DATA_PATH, derive_coefficients, render
+from shardwright.tools.activation_trace import ADDED_PATH, derive_coefficients, render
 
 if TYPE_CHECKING:
     from shardwright.plugins.planning.models import LoadedModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
     """Return why a family cannot be traced as Llama is."""
-    from shardwright.plugins.activations.families import STANDARD_SIZES
+    from shardwright.plugins.activations.families import FIRST, STANDARD_SIZES
     from transformers import AutoConfig
 
     spec = loaded.spec
@@ -31,8 +31,10 @@ def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
     def fault(rule: str, fix: str = "its plans keep the upper bound from its structure") -> Fault:
         return Fault(where="model_type", value=spec.model_type, rule=rule, fix=fix)
 
-    if spec.model_type in stored["tables"]:
+    if spec.model_type in FIRST:
         return [fault("is stored", f"python tools/activation_trace.py --write {spec.model_type} derives it again")]
+    if spec.model_type in stored["tables"]:
+        return [fault("is stored", "remove it from the file to derive it again")]
     if spec.task != "causal_lm":
         return [fault(f"trains {spec.architecture}, and only causal language models are traced here")]
     if spec.dimensions.num_experts:
@@ -42,7 +44,7 @@ def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
     return [fault(f"has no {', '.join(missing)} of its own in its configuration")] if missing else []
 
 
-def add_family(config: str, *, data: Path = DATA_PATH) -> str:
+def add_family(config: str, *, data: Path = ADDED_PATH) -> str:
     """Derive the coefficients of a model's family, write them, and return its `model_type`.
 
     Raises:
@@ -75,7 +77,7 @@ def main(arguments: list[str]) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
-    print(f"{family}: written to {DATA_PATH}")
+    print(f"{family}: written to {ADDED_PATH}")
     print(f"Next: pytest tests/ds_configs/memory/test_activations.py -k {family}")
     return 0
 

@@ -18,6 +18,8 @@ Adapter = Literal["none", "lora_all_linear", "lora_attention"]
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
 
 DATA_FILE = "activations.json"
+ADDED_FILE = "added_activations.json"
+"""Families that `tools/add_family.py` stored, with the same structure."""
 
 
 class UnknownFamilyError(ShardwrightError):
@@ -99,11 +101,9 @@ def feature_values(
 @lru_cache(maxsize=1)
 def load_coefficients() -> Mapping[str, Any]:
     """Reads the stored coefficient tables: `versions`, and `tables` by family, mode, adapter and attention."""
-    text = (
-        resources.files(__package__.rpartition(".")[0]).joinpath("data").joinpath(DATA_FILE).read_text(encoding="utf-8")
-    )
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
+    data = resources.files(__package__.rpartition(".")[0]).joinpath("data")
+    first, added = (json.loads(data.joinpath(name).read_text(encoding="utf-8")) for name in (DATA_FILE, ADDED_FILE))
+    return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
 
 
 def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source: str) -> ActivationEstimate:
