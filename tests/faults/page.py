@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -158,4 +159,6 @@ def _mark(row: Mapping[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    """Return what happened without the advice of an error and the arguments of a launcher, which may be cut short."""
+    told = re.sub(r"((?:error|rank \d+): [^;]*);.*", r"\1", text)
+    return re.sub(r" torchrun --.*", " torchrun ...", told).replace("|", "\\|")
