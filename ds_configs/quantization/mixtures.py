@@ -79,14 +79,36 @@ def _is_int_quantized(scheme: QuantizationScheme) -> bool:
     return scheme.format == "int-quantized"
 
 
-def unloadable_expert_faults(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[Fault]:
-    """Return why experts among the layers that a scheme selects cannot be quantized so that Transformers loads them.
+def unloadable_expert_faults(
+    scheme: QuantizationScheme, chosen: Sequence[LinearLayer], layers: Sequence[LinearLayer]
+) -> list[Fault]:
+    """Return why experts cannot be stored as a scheme says so that Transformers loads them.
 
     transformers 5.17.0, `integrations/compressed_tensors.py`: weights of experts are decompressed from `weight_packed`
-    alone and without `weight_zero_point`; loading anything else fails with a RuntimeError.
+    alone and without `weight_zero_point`; loading zero points or integers fails with a RuntimeError, and dense experts
+    are found by no key. Where the scheme is FP8, `weight` itself is looked for.
+
+    Args:
+        scheme: What is quantized, and how.
+        chosen: Layers that are quantized.
+        layers: All linear layers of the model.
     """
     experts = [layer for layer in chosen if layer.is_expert]
-    if not experts or scheme.storage != "compressed-tensors":
+    dense = [layer for layer in layers if layer.is_expert and layer not in set(experts)]
+    if scheme.storage != "compressed-tensors":
+        return []
+    if chosen and dense and (scheme.weights.number_type, scheme.weights.bits) != ("float", 8):
+        rule = f"{dense[0].name} and {len(dense) - 1} other matrices of experts would stay dense beside packed layers"
+        fix = "quantize the experts too, or use FP8_DYNAMIC, beside which they may stay dense"
+        return [
+            Fault(
+                where="ignore",
+                value=", ".join(scheme.ignore),
+                rule=f"{rule}, and Transformers 5.17 loads none",
+                fix=fix,
+            )
+        ]
+    if not experts:
         return []
     if not scheme.weights.symmetric:
         rule = f"{len(experts)} matrices of experts would have zero points, which Transformers 5.17 cannot load"

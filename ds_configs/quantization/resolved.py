@@ -72,7 +72,7 @@ class SelectedQuantization:
             rule = f"{self.method} stores plain linear layers alone, and {len(experts)} are parts of experts"
             fix = "use --method gptq, or ignore experts"
             faults.append(Fault(where="method", value=experts[0], rule=rule, fix=fix))
-        return faults + unloadable_expert_faults(self.scheme, self.layers)
+        return faults + unloadable_expert_faults(self.scheme, self.layers, self.candidates)
 
     def remarks(self) -> list[str]:
         """Return what is legal and worth knowing before it costs hours; a dense export needs no kernels of its own."""

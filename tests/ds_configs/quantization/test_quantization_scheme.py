@@ -26,7 +26,7 @@ from shardwright.ds_configs.quantization.layers import (
     selected_layers,
     with_named_heads,
 )
-from shardwright.ds_configs.quantization.mixtures import mixture_quantization_config
+from shardwright.ds_configs.quantization.mixtures import mixture_quantization_config, unloadable_expert_faults
 from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, scheme_named
 from shardwright.ds_configs.quantization.sizes import bits_per_weight
 from shardwright.ds_configs.specs.errors import UsageError
@@ -293,3 +293,14 @@ def test_heads_are_named_where_a_class_means_them():
     assert with_named_heads(scheme, [body]) is scheme
     stated = mixture_quantization_config(scheme, [head, body])["config_groups"]["group_0"]
     assert stated["targets"] == ["Linear", "lm_head"]
+
+
+@pytest.mark.parametrize(("name", "refused"), [("W4A16", True), ("W8A8", True), ("FP8_DYNAMIC", False)])
+def test_experts_stay_dense_beside_fp8_alone(name, refused):
+    """What transformers 5.17.0 finds of dense experts beside each format, seen by `quantize` with its reload."""
+    body = LinearLayer(name="model.layers.0.self_attn.q_proj", out_features=8, in_features=8)
+    expert = LinearLayer(name="model.layers.0.mlp.experts.0.up_proj", out_features=8, in_features=8, is_expert=True)
+    scheme = changed(PRESETS[name], ignore=["re:.*experts"])
+    faults = unloadable_expert_faults(scheme, [body], [body, expert])
+    assert [(fault.where, fault.value) for fault in faults] == [("ignore", "re:.*experts")] * refused
+    assert unloadable_expert_faults(scheme, [], [body, expert]) == []

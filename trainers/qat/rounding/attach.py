@@ -138,7 +138,8 @@ def _model_faults(
     if not layers:
         rule = "has no linear layers (layers that are quantized already cannot be trained)"
         return [Fault(where="model", value=type(model).__name__, rule=rule)]
-    faults = scheme_faults(scheme, layers, chosen) + unloadable_expert_faults(expert_scheme(scheme), chosen)
+    faults = scheme_faults(scheme, layers, chosen)
+    faults += unloadable_expert_faults(expert_scheme(scheme), chosen, layers)
     faults += kv_cache_faults(model, config)
     if config.learns_scales and any(layer.is_expert for layer in chosen):
         rule = "are not learned for fused experts"
