@@ -117,7 +117,7 @@ def test_all_faults_are_told_at_once_and_nothing_is_written(
         ((), 2, "dataset: is missing; give --dataset"),
         (("--dataset", "none.jsonl"), 2, "dataset = 'none.jsonl': no such file or directory"),
         ((*DATA, "--seq-len", "1"), 2, "seq_len = 1: must be greater than or equal to 2"),
-        ((*DATA, "--evaluation-fraction", "0.0001", "--seq-len", "20000"), 2, "shorter than one sample"),
+        ((*DATA, "--evaluation-fraction", "0.0001", "--seq-len", "20000"), 2, "no whole sample"),
         ((*DATA, "--teacher-placement", "cached"), 2, "teacher_placement = 'cached': needs a cache"),
         ((*DATA, "--resume"), 2, "output_dir = 'out': holds no checkpoint to resume from"),
         ((*DATA, "--micro-batch-size", "3", "--global-batch-size", "32"), 2, "global_batch_size"),
