@@ -176,6 +176,7 @@ def test_the_project_speaks_of_itself_alone():
         assert match is None, f"{page.name} holds {match and match[0]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in WRITTEN if marked_blocks(page)], ids=name_of)
 def test_blocks_that_run_print_what_they_show(page, tmp_path, monkeypatch):
     prepare(tmp_path, monkeypatch)

@@ -130,6 +130,7 @@ def statements(draw: st.DrawFn, command: tuple[str, ...]) -> dict[str, str]:
     return {name: draw(texts(argument)) for name, argument in OPTIONS[command].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
 @hypothesis_settings(max_examples=4, deadline=None)
 @given(data=st.data())
@@ -143,6 +144,7 @@ def test_every_option_reads_the_same_text_from_every_source(command: tuple[str, 
         assert origins <= {source}, origins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
 @hypothesis_settings(max_examples=4, deadline=None)
 @given(data=st.data())

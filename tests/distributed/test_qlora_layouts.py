@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from warm_ranks import OnDemand, run_ranks
 
+pytestmark = pytest.mark.distributed
+
 SIZES = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 

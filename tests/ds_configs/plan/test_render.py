@@ -165,6 +165,7 @@ JOBS = st.fixed_dictionaries(
 SMALL = llama()
 
 
+@pytest.mark.slow
 @given(job=JOBS, hardware=st.sampled_from([NODE, TWO_NODES]))
 @settings(max_examples=25, deadline=None)
 def test_plans_survive_their_files_and_pass_our_own_check(job, hardware):

@@ -28,6 +28,7 @@ LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "hardware", "expected"),
     [
@@ -244,6 +245,7 @@ def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gi
         assert large.time.tokens_per_second >= 0.99 * small.time.tokens_per_second
 
 
+@pytest.mark.slow
 @given(
     gpu=st.sampled_from(["RTX4090", "A100-40GB", "H100-80GB", "B200"]),
     gpus=st.sampled_from([1, 2, 4, 8]),

@@ -274,6 +274,7 @@ def on_one_rank(source, dtype=None) -> SimpleNamespace:
     return SimpleNamespace(stages=stages, source=parts, stage_id=0, data_parallel_rank=0, tensor_parallel_rank=0)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.usefixtures("one_rank")
 def test_saved_checkpoint_loads_in_transformers_with_equal_logits(models, tmp_path, monkeypatch):

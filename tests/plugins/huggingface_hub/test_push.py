@@ -10,6 +10,8 @@ from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.huggingface_hub.push import LEFT_OUT, claim_repository, push_directory, push_faults, pushed
 from writable_hub import READING, REFUSING, SCOPED, WRITING, WritableHub, writable_hub
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def hub() -> Iterator[WritableHub]:

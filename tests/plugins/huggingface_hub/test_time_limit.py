@@ -23,6 +23,7 @@ def test_answers_and_errors_come_through():
         within_limit(lambda: {}["x"], "a", limit=5.0)
 
 
+@pytest.mark.slow
 def test_a_download_that_moves_goes_on_and_a_drip_does_not():
     began = time.monotonic()
 

@@ -80,6 +80,7 @@ def test_a_database_that_another_command_holds_is_said_to_be(store: CalibrationS
     assert store.calibration().runs == (RUN,)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_what_was_there(store: CalibrationStore) -> None:
     store.add(RUN)
     program = (

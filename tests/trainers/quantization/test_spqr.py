@@ -242,6 +242,7 @@ def test_dense_and_small_checkpoints_hold_the_same_model(quantized, tmp_path):
         AutoModelForCausalLM.from_pretrained(small)
 
 
+@pytest.mark.slow
 def test_transformers_loads_what_is_registered_and_refuses_what_is_not(quantized, tmp_path):
     quantized.save(tmp_path / "whole")
     save_small_format(quantized.model, quantized.matrices, tmp_path / "shards", shard_bytes=20_000)
