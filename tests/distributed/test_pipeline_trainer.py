@@ -130,6 +130,7 @@ def test_callbacks_see_every_event_with_the_trainers_parts(two_ranks: Launch) ->
 def test_a_saved_model_has_the_logits_of_the_stages(two_ranks: Launch) -> None:
     from transformers import AutoModelForCausalLM
 
+    assert two_ranks.record["interrupted"]["complete"]
     directory = two_ranks.directory / "interrupted"
     probe = collate(samples(2, ragged=True, seed=5))
     model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
