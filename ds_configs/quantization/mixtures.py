@@ -93,21 +93,16 @@ def unloadable_expert_faults(
         chosen: Layers that are quantized.
         layers: All linear layers of the model.
     """
-    experts = [layer for layer in chosen if layer.is_expert]
-    dense = [layer for layer in layers if layer.is_expert and layer not in set(experts)]
     if scheme.storage != "compressed-tensors":
         return []
+    experts = [layer for layer in chosen if layer.is_expert]
+    packed = {layer.name for layer in experts}
+    dense = [layer.name for layer in layers if layer.is_expert and layer.name not in packed]
     if chosen and dense and (scheme.weights.number_type, scheme.weights.bits) != ("float", 8):
-        rule = f"{dense[0].name} and {len(dense) - 1} other matrices of experts would stay dense beside packed layers"
+        rule = f"{dense[0]} and {len(dense) - 1} other matrices of experts would stay dense beside packed layers"
+        told = f"{rule}, and Transformers 5.17 loads none"
         fix = "quantize the experts too, or use FP8_DYNAMIC, beside which they may stay dense"
-        return [
-            Fault(
-                where="ignore",
-                value=", ".join(scheme.ignore),
-                rule=f"{rule}, and Transformers 5.17 loads none",
-                fix=fix,
-            )
-        ]
+        return [Fault(where="ignore", value=", ".join(scheme.ignore), rule=told, fix=fix)]
     if not experts:
         return []
     if not scheme.weights.symmetric:
