@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from memory_cases import AttentionCase
 from metered_launch import measure_cases
-from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from metered_table import metered_table, show, store
 
 MEASURED = Path(__file__).with_name("eager_attention_memory.json")
 LENGTHS = (128, 256, 512)
@@ -49,21 +48,9 @@ def cases() -> list[AttentionCase]:
     ]
 
 
-def predicted_bytes(case: AttentionCase) -> int:
-    """Return the predicted peak of a rank after loading."""
-    terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
-    return max(sum(terms[name].values()) for name in terms if name != "init")
-
-
 def table(records: Sequence[dict[str, Any]]) -> tuple[str, list[float]]:
     """Return the cases as Markdown, and the relative errors of their predictions."""
-    lines, errors = ["| case | metered MB | predicted MB | error |", "|---|---|---|---|"], []
-    for record in records:
-        case, metered = AttentionCase(**record["case"]), record["peak_bytes"]
-        found = predicted_bytes(case)
-        errors.append(found / metered - 1)
-        lines.append(f"| {case.name} | {metered / 1e6:.2f} | {found / 1e6:.2f} | {errors[-1]:+.1%} |")
-    return "\n".join(lines), errors
+    return metered_table(records, AttentionCase)
 
 
 def main() -> None:
@@ -82,11 +69,9 @@ def main() -> None:
         records = [{"case": record["case"], "peak_bytes": record["peak_bytes"]} for record in found]
         done = [asdict(case) for case in chosen]
         records = [record for record in known if record["case"] not in done] + records
-    text, errors = table(records)
-    print(text)
-    print(f"{len(errors)} cases: MAPE {mean(map(abs, errors)):.2%}, worst {max(map(abs, errors)):.2%}")
+    show(table(records))
     if options.write:
-        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in records) + "\n]\n", "utf-8")
+        store(records, MEASURED)
 
 
 if __name__ == "__main__":

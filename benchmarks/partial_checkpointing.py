@@ -14,12 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from memory_cases import MODELS, Case
 from metered_launch import measure_cases
-from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from metered_table import metered_table, show, store
 from shardwright.ds_configs.specs.strategy import Strategy
 
 MEASURED = Path(__file__).with_name("partial_checkpointing.json")
@@ -88,12 +87,6 @@ def cases() -> list[PartialCase]:
     ]
 
 
-def predicted_bytes(case: PartialCase) -> int:
-    """Return the predicted peak of the fullest rank."""
-    terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
-    return max(sum(terms[name].values()) for name in terms if name != "init")
-
-
 def work(wanted: Path, output: Path) -> None:
     """Train every case on this rank; rank 0 appends the fullest rank's reading."""
     import torch
@@ -125,14 +118,7 @@ def _metered(case: PartialCase) -> Any:
 
 def table(records: Sequence[dict[str, Any]]) -> tuple[str, list[float]]:
     """Return the cases as Markdown, and the relative errors of their predictions."""
-    lines, errors = ["| case | metered MB | predicted MB | error |", "|---|---|---|---|"], []
-    for record in records:
-        case = PartialCase(**record["case"])
-        found = predicted_bytes(case)
-        errors.append(found / record["peak_bytes"] - 1)
-        sizes = f"{record['peak_bytes'] / 1e6:.2f} | {found / 1e6:.2f}"
-        lines.append(f"| {case.name} | {sizes} | {errors[-1]:+.1%} |")
-    return "\n".join(lines), errors
+    return metered_table(records, PartialCase)
 
 
 def main() -> None:
@@ -150,11 +136,9 @@ def main() -> None:
         if options.stored
         else measure_cases(cases(), worker_file=Path(__file__).name)
     )
-    text, errors = table(records)
-    print(text)
-    print(f"{len(errors)} cases: MAPE {mean(map(abs, errors)):.2%}, worst {max(map(abs, errors)):.2%}")
+    show(table(records))
     if options.write:
-        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in records) + "\n]\n", "utf-8")
+        store(records, MEASURED)
 
 
 if __name__ == "__main__":

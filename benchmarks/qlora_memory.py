@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
 from memory_cases import Case
 from metered_launch import measure_cases
-from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from metered_table import metered_table, show, store
 
 MEASURED = Path(__file__).with_name("qlora_memory.json")
 
@@ -48,23 +45,6 @@ def cases() -> list[Case]:
     ]
 
 
-def predicted_bytes(case: Case) -> int:
-    """Return the predicted peak of a rank after loading."""
-    terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
-    return max(sum(terms[name].values()) for name in terms if name != "init")
-
-
-def table(records: Sequence[dict[str, Any]]) -> tuple[str, list[float]]:
-    """Return the cases as Markdown, and the relative errors of their predictions."""
-    lines, errors = ["| case | metered MB | predicted MB | error |", "|---|---|---|---|"], []
-    for record in records:
-        case, metered = Case(**record["case"]), record["peak_bytes"]
-        found = predicted_bytes(case)
-        errors.append(found / metered - 1)
-        lines.append(f"| {case.name} | {metered / 1e6:.2f} | {found / 1e6:.2f} | {errors[-1]:+.1%} |")
-    return "\n".join(lines), errors
-
-
 def main() -> None:
     """Measure, or read what was measured, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,11 +59,9 @@ def main() -> None:
             for record in measure_cases(cases(), worker_file="memory_worker.py")
         ]
     )
-    text, errors = table(records)
-    print(text)
-    print(f"{len(errors)} cases: MAPE {mean(map(abs, errors)):.2%}, worst {max(map(abs, errors)):.2%}")
+    show(metered_table(records, Case))
     if options.write:
-        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in records) + "\n]\n", "utf-8")
+        store(records, MEASURED)
 
 
 if __name__ == "__main__":
