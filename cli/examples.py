@@ -52,16 +52,22 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "MODEL --dataset python-help --output-dir judged",
         "MODEL --text book.txt --format json",
     ),
+    "serve": (
+        "model-w4 --hardware 1xRTX4090",
+        "MODEL --hardware 2xA100-80GB --max-model-len 32768 --dry-run",
+        "MODEL --hardware 1xL40S --engine sglang --port 9000",
+    ),
     "configs": ("ls", "ls quantize", "cp llama-3.1-8b_8xA100-80GB plan"),
     "schema": ("settings", "hardware", "plan --format json"),
+    "env": ("", "create quantize", "create quantize --path quantize-env --dry-run"),
     "demo": ("", "my-demo --steps 10", "--format json --force"),
 }
 """What stands behind `shardwright COMMAND`."""
 
 
-def shown_examples(command: str) -> str | None:
-    """Return the examples of a command as the last part of its help; `None` where there are none."""
-    if command not in EXAMPLES:
-        return None
-    lines = (f"shardwright {command} {rest}".rstrip() for rest in EXAMPLES[command])
-    return "Examples:\n\n" + "\n\n".join(lines)
+def shown_examples(command: str) -> str:
+    """Return the last part of a command's help: its examples, and where its options can be stated too."""
+    lines = [f"shardwright {command} {rest}".rstrip() for rest in EXAMPLES[command]]
+    variable = f"SHARDWRIGHT_{command.upper().replace('-', '_')}_"
+    rule = f"Each option is also a key of the YAML file of --config, and a variable that begins with {variable}."
+    return "\n\n".join(["Examples:", *lines, rule])

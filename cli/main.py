@@ -17,6 +17,7 @@ from ..ds_configs.specs.errors import Fault, FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 from ..plugins.deepspeed.quiet import quiet_accelerator_choice
 from .examples import shown_examples
+from .help import short_help
 from .settings import Sources, asks_for_json, resolve
 from .streams import PRINTING, outlast_readers
 
@@ -36,7 +37,7 @@ _COMMANDS = {
     "evaluate": ("evaluate:evaluate_command", "Measure a model: perplexity, distance to a baseline, size, speed."),
     "serve": ("serve:serve_command", "Serve a checkpoint: the engine's line, with the memory that it needs."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),
-    "env": ("env:env_command", "Print versions and hardware to paste into a report."),
+    "env": ("env:app", "Print versions and hardware to paste into a report."),
     "schema": ("schema:schema_command", "Print the JSON schema of the files that Shardwright reads and writes."),
     "demo": ("demo:demo_command", "Plan a model, then really train a small one on two CPU ranks."),
 }
@@ -49,6 +50,7 @@ def build_app() -> App:
         help="Plans DeepSpeed and Accelerate training, proves the plan, and runs it.",
         version=__version__,
         config=Sources(_COMMANDS),
+        help_formatter=short_help,
         default_parameter=Parameter(negative_iterable="", env_var_split=lambda _, text: [text]),
     )
     for name, (target, summary) in _COMMANDS.items():

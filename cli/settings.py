@@ -26,7 +26,7 @@ PREFIX = "SHARDWRIGHT_"
 NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR", "SHARDWRIGHT_LAUNCH_TOKEN"})
 """Variables that no command's prefix begins."""
 
-_HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective")
+_HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective", "Guards")
 Kind = TypeVar("Kind", bound=type)
 Options = Parameter(name="*")
 """Marks a parameter whose fields are options of the command."""

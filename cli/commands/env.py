@@ -1,4 +1,4 @@
-"""`shardwright env`: what to paste into a report."""
+"""`shardwright env`: what to paste into a report; `env create`: an environment of its own for quantization."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from cyclopts import App
+from pydantic import Field
+
+from ..examples import shown_examples
 from ..options import FormatOptions
-from ..settings import FILLED, Options
+from ..progress import note
+from ..settings import FILLED, Options, grouped
+
+if TYPE_CHECKING:
+    from ...plugins.llm_compressor.own_environment import OwnEnvironment
+
+grouped(FormatOptions)
+app = App(name="env", help="Print versions and hardware to paste into a report.", help_epilogue=shown_examples("env"))
 
 
+@app.default
 def env_command(*, options: Annotated[FormatOptions, Options] = FILLED) -> int:
     """Print versions, hardware and build tools, without secrets."""
     facts = environment_facts()
@@ -24,6 +36,64 @@ def env_command(*, options: Annotated[FormatOptions, Options] = FILLED) -> int:
         shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
         print(f"- {name}: {shown}")
     return 0
+
+
+@grouped
+class CreateOptions(FormatOptions):
+    """Environment that is made."""
+
+    path: Path = Field(Path("quantize-env"), description="Directory of the environment")
+    source: str | None = Field(
+        None, description="Shardwright itself: a directory, URL or requirement. Default: where this one came from"
+    )
+    force: bool = Field(False, description="Make an environment that lies there anew")
+    dry_run: bool = Field(False, description="Show what would be installed; make nothing")
+
+
+@app.command(name="create")
+def create_command(
+    extra: Literal["quantize"] = "quantize", *, options: Annotated[CreateOptions, Options] = FILLED
+) -> int:
+    """Make an environment of its own for quantization, with pip: the one that trains keeps its torch.
+
+    pip reads its own settings, such as PIP_INDEX_URL. Example: shardwright env create quantize --path quantize-env
+
+    Parameters
+    ----------
+    extra
+        What it is for: quantize.
+    """
+    from ...plugins.llm_compressor.own_environment import create_environment, planned_environment
+
+    planned = planned_environment(options.path, source=options.source, force=options.force)
+    _tell_planned(planned)
+    versions = {} if options.dry_run else create_environment(planned, notify=note)
+    if options.as_json:
+        from ...plugins.llm_compressor.own_environment import INSTALLED_BYTES
+
+        found = {"path": str(options.path), "requirements": planned.requirements, "expected_bytes": INSTALLED_BYTES}
+        print(json.dumps({"schema_version": 1} | found | {"versions": versions}, indent=2))
+    elif options.dry_run:
+        print("Nothing made; drop --dry-run to make it")
+    else:
+        from ..show import show_next
+
+        print(f"Made {options.path}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+        words = ("--scheme", "W4A16", "--dataset", "python-help", "--output-dir", "OUT")
+        show_next(planned.command, extra, "MODEL", *words)
+    return 0
+
+
+def _tell_planned(planned: OwnEnvironment) -> None:
+    from ...ds_configs.specs.units import gigabytes
+    from ...plugins.llm_compressor.own_environment import INSTALLED_BYTES
+
+    note(f"{planned.directory} would hold " + ", ".join(planned.requirements) + ", with all that they need")
+    nearest = next(place for place in (planned.directory.absolute(), *planned.directory.absolute().parents)
+                   if place.exists())  # fmt: skip
+    free = shutil.disk_usage(nearest).free
+    warning = ": too little for the CUDA build of torch" if free < INSTALLED_BYTES else ""
+    note(f"it takes about {gigabytes(INSTALLED_BYTES)} GB; {gigabytes(free)} GB are free{warning}")
 
 
 def environment_facts() -> dict[str, Any]:

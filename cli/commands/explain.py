@@ -46,11 +46,10 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
             print(f"{name}: {meanings[name]}")
         return 0
     if not exists:
-        near = get_close_matches(name, list(meanings), n=3, cutoff=0.5)
+        near = [] if _is_written_as_path(subject) else get_close_matches(name, list(meanings), n=3, cutoff=0.5)
         fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists what is known"
-        raise UsageError(
-            Fault(where="subject", value=subject, rule="is no path of a plan, no strategy, term or rule", fix=fix)
-        )
+        rule = "no such file or directory" if _is_written_as_path(subject) else "is no path, strategy, term or rule"
+        raise UsageError(Fault(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
     if options.as_json:
         print(json.dumps(_plan_explained(plan), indent=2))
@@ -65,6 +64,10 @@ def _exists(subject: str) -> bool:
     except OSError:
         # Longer than a path can be, or in a directory that may not be searched.
         return False
+
+
+def _is_written_as_path(subject: str) -> bool:
+    return "/" in subject or subject.endswith(".json")
 
 
 def _meanings() -> dict[str, str]:

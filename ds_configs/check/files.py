@@ -11,7 +11,7 @@ from typing import Any
 from ..specs.errors import Fault, UsageError
 from .pair import check_pair, check_text, parse_report
 from .parsing import MAXIMUM_BYTES, detect_kind
-from .plan_directory import CONFIGURATION, PLAN_FILE, check_plan_directory, is_own_file, moved_finding
+from .plan_directory import CONFIGURATION, PLAN_FILE, check_plan_directory, is_own_file, moved_finding, own_file_names
 from .report import Finding, Report
 from .tree import Node
 
@@ -26,6 +26,8 @@ class CheckedFiles:
 
     findings: tuple[Finding, ...]
     """Errors and warnings, by file."""
+    files: tuple[str, ...] = ()
+    """Paths that were looked at: those that were named, and those that a directory or a YAML brought."""
 
     @property
     def errors(self) -> int:
@@ -35,7 +37,7 @@ class CheckedFiles:
     def to_dict(self) -> dict[str, Any]:
         """Return what `shardwright check --format json` prints."""
         found = [finding.to_dict() for finding in self.findings]
-        return {"schema_version": SCHEMA_VERSION, "errors": self.errors, "findings": found}
+        return {"schema_version": SCHEMA_VERSION, "errors": self.errors, "findings": found, "files": list(self.files)}
 
 
 def check(*files: str | Path, num_processes: int | None = None, transformers: bool = True) -> CheckedFiles:
@@ -59,11 +61,10 @@ def check(*files: str | Path, num_processes: int | None = None, transformers: bo
         faults.append(Fault(where="num_processes", value=num_processes, rule="must be at least 1"))
     if faults:
         raise UsageError(faults)
-    found = run_check([Path(file) for file in files], world_size=num_processes, uses_transformers=transformers)
-    return CheckedFiles(findings=found)
+    return run_check([Path(file) for file in files], world_size=num_processes, uses_transformers=transformers)
 
 
-def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformers: bool) -> tuple[Finding, ...]:
+def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformers: bool) -> CheckedFiles:
     """Check each file, and each Accelerate YAML together with the DeepSpeed JSON that it names.
 
     A directory with a `plan.json` stands for the files of that plan.
@@ -73,14 +74,17 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
     """
     findings: list[Finding] = []
     contents: dict[Path, bytes] = {}
+    checked: list[Path] = []
     directories = [path if path.is_dir() else path.parent for path in paths if _is_of_a_plan(path)]
     for directory in dict.fromkeys(directories):
         found, plan = check_plan_directory(directory)
         findings += found
+        checked += [directory / name for name in own_file_names(directory)]
         world_size = world_size or (None if plan is None else plan.hardware.world_size)
     configurations = [path / CONFIGURATION if _is_of_a_plan(path) and path.is_dir() else path for path in paths]
     for path in dict.fromkeys(path for path in configurations if not is_own_file(path)):
         content = read_config(path)
+        checked.append(path)
         if isinstance(content, Finding):
             findings.append(content)
         else:
@@ -91,12 +95,14 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
         findings += found
         if named is not None:
             in_pairs.add(os.path.realpath(named))
+            checked.append(named)
     for path, content in contents.items():
         if os.path.realpath(path) not in in_pairs:
             findings += check_text(
                 content, filename=str(path), world_size=world_size, uses_transformers=uses_transformers
             )
-    return tuple(findings)
+    by_place = {str(path.absolute()): str(path) for path in checked}
+    return CheckedFiles(findings=tuple(findings), files=tuple(by_place.values()))
 
 
 def _is_of_a_plan(path: Path) -> bool:

@@ -22,6 +22,11 @@ def is_own_file(path: Path) -> bool:
     return own and (path.parent / PLAN_FILE).is_file()
 
 
+def own_file_names(directory: Path) -> list[str]:
+    """Return the files of a plan, beside its configurations, that lie in its directory."""
+    return [name for name in (PLAN_FILE, ARGUMENTS_FILE) if (directory / name).is_file()]
+
+
 def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
     """Return what is wrong with a plan's own files, and the plan where it can be read."""
     try:

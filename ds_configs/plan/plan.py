@@ -133,7 +133,8 @@ class Plan:
         path = Path(directory)
         file = path / "plan.json" if path.is_dir() else path
         if not file.is_file():
-            raise UsageError(Fault(where="plan", value=str(path), rule="has no plan.json", fix="run `plan` first"))
+            rule = "has no plan.json" if path.exists() else "no such file or directory"
+            raise UsageError(Fault(where="plan", value=str(path), rule=rule, fix="run `plan --output-dir` first"))
         if file.stat().st_size > _LARGEST_PLAN_BYTES:
             raise RefusedInputError(Fault(where=str(file), rule=f"is over {_LARGEST_PLAN_BYTES} bytes"))
         try:

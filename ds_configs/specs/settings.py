@@ -203,7 +203,7 @@ class TrainingSettings(Settings):
 class GuardSettings(Settings):
     """Options of a running training: what ends one that should not go on."""
 
-    group = "Training"
+    group = "Guards"
 
     nonfinite: NonFiniteAction = Field("stop", description="What a loss or gradient that is NaN or Inf does")
     nonfinite_steps: int = Field(NONFINITE_STEPS, ge=1, description="Stop after so many such steps in a row")

@@ -50,11 +50,15 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
         if revision is not None:
             raise UsageError(Fault(where="revision", value=revision, rule="only a Hub model has revisions"))
         return _read_local(path)
-    if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        raise UsageError(
-            Fault(where="model", value=model, rule="no such file or directory, and not a Hub id", fix="write ORG/NAME")
-        )
+    refuse_no_hub_id(model)
     return _read_hub(model, revision)
+
+
+def refuse_no_hub_id(model: str) -> None:
+    """Raise a `UsageError` for a name that is no path on this machine, and that no repository can have."""
+    if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        rule = "no such file or directory, and not a Hub id"
+        raise UsageError(Fault(where="model", value=model, rule=rule, fix="write ORG/NAME"))
 
 
 def _existing_path(model: str) -> Path | None:
@@ -215,5 +219,6 @@ def explain_hub_error(model: str, revision: str | None, error: Exception) -> Sha
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return ShardwrightError(f"{where}: the Hub answered {error.response.status_code}; try again later")
     return ShardwrightError(
-        f"{where}: the Hub cannot be reached ({type(error).__name__}); give a local directory or config.json"
+        f"{where}: no such path here, and the Hub cannot be reached ({type(error).__name__}); "
+        "give a local directory or config.json"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...ds_configs.specs.errors import RefusedInputError, ShardwrightError
 from ..safetensors.reading import checkpoint_files
-from .hub import COMMIT, explain_hub_error
+from .hub import COMMIT, explain_hub_error, refuse_no_hub_id
 from .time_limit import fetch_snapshot
 
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -26,13 +26,14 @@ def model_directory(model: str, *, revision: str | None = None, weights: bool = 
         weights: Whether safetensors are wanted beside configuration and tokenizer.
 
     Raises:
-        UsageError: there is no such repository or revision.
+        UsageError: there is no such path, repository or revision.
         ShardwrightError: the Hub does not give the files, or not in time.
     """
     if (local := Path(model).expanduser()).exists():
         return local
     if (found := _cached(model, revision, weights=weights)) is not None:
         return found
+    refuse_no_hub_id(model)
     try:
         return fetch_snapshot(model, revision=revision, patterns=_FILES if weights else _SMALL_FILES)
     except ShardwrightError:

@@ -138,7 +138,7 @@ def test_a_config_that_is_no_json_object_is_refused(shell: Shell, tmp_path: Path
         (["pln"], 2, 'Did you mean "plan"?'),
         (["plan", LLAMA, *GPU, "--torch-compile"], 2, "not covered: torch.compile decides"),
         (["explain", "gathered_parametres"], 2, "did you mean gathered_parameters"),
-        (["explain", "x" * 5000], 2, "is no path of a plan, no strategy, term or rule; shardwright explain names"),
+        (["explain", "x" * 5000], 2, "is no path, strategy, term or rule; shardwright explain names"),
         (["explain", LLAMA], 2, "has no plan.json"),
         (["configs", "cp", "../secret", "out"], 2, "is not in the gallery"),
         (["schema", "nothing"], 2, '"settings", "hardware", "plan"'),

@@ -1,30 +1,41 @@
-"""Examples at the end of every command's help: three each, with flags that the command has."""
+"""Help of every command: three examples that parse, and no line longer than the terminal."""
 
 from __future__ import annotations
 
-import re
 import shlex
 
 import pytest
 from shardwright.cli.examples import EXAMPLES
 from shardwright.cli.main import build_app, run
+from shardwright.cli.settings import resolve
+
+
+def test_every_command_has_examples() -> None:
+    assert {name for name in build_app() if not name.startswith("-")} == set(EXAMPLES)
+    assert {len(examples) for examples in EXAMPLES.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("command", "example"), [(name, line) for name, examples in EXAMPLES.items() for line in examples]
+)
+def test_examples_parse(command: str, example: str) -> None:
+    called, _ = resolve(build_app(), [command, *shlex.split(example)])
+    assert called.__module__.startswith("shardwright.cli.commands")
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_help_ends_with_three_examples_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", [40, 80])
+def test_help_fits_the_terminal(
+    command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert run([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    known = set(re.findall(r"--[a-z][a-z-]*", shown.partition("Examples:")[0]))
-    assert len(EXAMPLES[command]) == 3
-    for rest in EXAMPLES[command]:
-        own = shlex.split(rest)
-        # What stands behind two hyphens, and all that follows a script, is for the script.
-        own = own[: own.index("--")] if "--" in own else own
-        own = own[:2] if command == "launch" else own
-        assert {word for word in own if word.startswith("--")} <= known, rest
-        assert f"shardwright {command} {rest}".rstrip().split()[-1] in shown
-
-
-def test_every_command_with_a_choice_has_examples() -> None:
-    commands = {name for name in build_app() if not name.startswith("-")}
-    assert commands - set(EXAMPLES) == {"env", "serve"}
+    options, _, end = shown.partition("Examples:")
+    assert max(map(len, shown.splitlines())) <= columns
+    assert "env var" not in options
+    assert "--no-force" not in options
+    said = " ".join(end.split())
+    for example in EXAMPLES[command]:
+        assert f"shardwright {command} {example}".rstrip() in said
+    assert f"SHARDWRIGHT_{command.upper().replace('-', '_')}_" in said.replace(" ", "")

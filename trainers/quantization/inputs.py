@@ -151,7 +151,7 @@ def prepare(
 
 def missing_engine_faults(method: MethodName) -> list[Fault]:
     """Return the packages that a method runs on and that are not installed."""
-    fix = "install the extra too: pip install '.[quantize]'"
+    fix = "shardwright env create quantize makes an environment that has it; or pip install '.[quantize]'"
     return [
         Fault(where="method", value=method, rule=f"needs {package}, which is not installed", fix=fix)
         for package in _PACKAGES.get(METHODS[method].engine, ())

@@ -76,7 +76,7 @@ def with_unreached(checks: Sequence[Check]) -> tuple[Check, ...]:
 def check_files(directory: Path, plan: Plan) -> list[Check]:
     """Check the plan's files as they lie on disk, batch and number of processes apart as `world_size`."""
     accelerate, arguments = directory / "accelerate.yaml", directory / "training_arguments.json"
-    findings = run_check([accelerate], world_size=None, uses_transformers=True)
+    findings = run_check([accelerate], world_size=None, uses_transformers=True).findings
     errors = [finding for finding in findings if finding.kind == "error"]
     world_size = [str(finding.fault) for finding in errors if _is_about_world_size(finding)]
     files = [str(finding.fault) for finding in errors if not _is_about_world_size(finding)]

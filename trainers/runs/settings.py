@@ -16,6 +16,7 @@ from ...ds_configs.specs.settings import (
     HardwareSettings,
     HubSettings,
     Names,
+    Settings,
     TeacherPlacementSettings,
     TrainingSettings,
 )
@@ -46,7 +47,23 @@ class ObjectiveSettings(TeacherPlacementSettings):
     teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
-class LaunchedSettings(TrainingSettings, GuardSettings, HardwareSettings, DataSettings, HubSettings):
+class EvaluationSettings(Settings):
+    """Samples that a training is judged on."""
+
+    group = "Data"
+
+    evaluation_dataset: str | None = Field(
+        None, description="Evaluate on this dataset, named as --dataset is. Default: rows held out of that"
+    )
+    evaluation_split: str | None = Field(
+        None, description="Evaluate on this split of a Hub dataset, such as validation, and train on all of the other"
+    )
+    evaluation_samples: int = Field(256, ge=1, description="Held-out samples to evaluate on, at most")
+
+
+class LaunchedSettings(
+    TrainingSettings, GuardSettings, HardwareSettings, EvaluationSettings, DataSettings, HubSettings
+):
     """Settings that every launched training has."""
 
     group = "Training"
@@ -55,13 +72,6 @@ class LaunchedSettings(TrainingSettings, GuardSettings, HardwareSettings, DataSe
         None, description="As for plan. Default: this machine's accelerators, or two CPU ranks"
     )
     global_batch_size: int | None = Field(None, ge=1, description="Samples of one optimizer step. Default: about 32")
-    evaluation_dataset: str | None = Field(
-        None, description="Evaluate on this dataset, named as --dataset is. Default: rows held out of that"
-    )
-    evaluation_split: str | None = Field(
-        None, description="Evaluate on this split of a Hub dataset, such as validation, and train on all of the other"
-    )
-    evaluation_samples: int = Field(256, ge=1, description="Held-out samples to evaluate on, at most")
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps. Default: as many as the epochs need")
     epochs: float = Field(1.0, gt=0, description="Passes over the data")
     learning_rate: float | None = Field(None, gt=0, description="Default: 2e-5, with LoRA 2e-4")

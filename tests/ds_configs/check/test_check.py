@@ -146,7 +146,7 @@ def test_pair_checks_the_json_for_the_processes_of_the_yaml(tmp_path: Path, monk
         DEEPSPEED_YAML.replace("num_processes: 8", "num_processes: 4\nmixed_precision: bf16")
     )
     paths = [Path("accelerate.yaml"), Path("ds_config.json")]
-    findings = run_check(paths, world_size=None, uses_transformers=True)
+    findings = run_check(paths, world_size=None, uses_transformers=True).findings
     assert found(findings, E, "train_batch_size", "4 · 2 · 4 = 32")
     assert found(findings, E, "mixed_precision", "conflicts with fp16.enabled")
     assert found(findings, W, "deepspeed_config.zero3_init_flag", "stage 2")
@@ -158,12 +158,13 @@ def test_good_pair_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_config.json").write_text(json.dumps(ZERO_3_CPU))
     (tmp_path / "accelerate.yaml").write_text(DEEPSPEED_YAML)
-    assert run_check([Path("accelerate.yaml")], world_size=8, uses_transformers=True) == ()
+    good = run_check([Path("accelerate.yaml")], world_size=8, uses_transformers=True)
+    assert (good.findings, good.files) == ((), ("accelerate.yaml", "ds_config.json"))
     monkeypatch.chdir("/")
-    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True)
+    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True).findings
     assert found(findings, W, "deepspeed_config.deepspeed_config_file", "directory of the launch")
     (tmp_path / "ds_config.json").unlink()
-    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True)
+    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True).findings
     assert found(findings, E, "deepspeed_config.deepspeed_config_file", "does not exist")
 
 
@@ -171,7 +172,7 @@ def test_paths_that_cannot_be_read_are_findings(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     large.write_bytes(b" " * ((1 << 20) + 1))
     paths = [tmp_path, tmp_path / "none.json", large, Path("a\0b"), Path("/dev/zero"), Path("x" * 5000)]
-    findings = run_check(paths, world_size=None, uses_transformers=True)
+    findings = run_check(paths, world_size=None, uses_transformers=True).findings
     rules = [finding.fault.rule for finding in findings]
     assert len(rules) == len(paths)
     for rule, fragment in zip(rules, ["directory", "not exist", "larger", "", "regular", ""], strict=True):

@@ -48,7 +48,7 @@ def test_every_file_passes_our_own_check(directory, monkeypatch):
     monkeypatch.chdir(directory)
     files = [path for path in (Path("accelerate.yaml"), Path("ds_config.json")) if path.exists()]
     world_size = load_entry(directory.name).hardware.world_size
-    findings = run_check(files, world_size=world_size, uses_transformers=True)
+    findings = run_check(files, world_size=world_size, uses_transformers=True).findings
     assert findings == (), [str(finding.fault) for finding in findings]
 
 

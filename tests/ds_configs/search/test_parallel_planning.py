@@ -300,7 +300,7 @@ def test_files_carry_the_axis_and_pass_our_check(axis, tmp_path):
     made.write(tmp_path / "plan")
     texts = render_files(made, directory=str(tmp_path / "plan"))
     names = [name for name in ("accelerate.yaml", "ds_config.json") if name in texts]
-    findings = run_check([tmp_path / "plan" / name for name in names], world_size=8, uses_transformers=True)
+    findings = run_check([tmp_path / "plan" / name for name in names], world_size=8, uses_transformers=True).findings
     assert findings == (), [str(finding.fault) for finding in findings]
     launch = yaml.safe_load(texts["accelerate.yaml"])
     parallel = launch.get("parallelism_config", {})

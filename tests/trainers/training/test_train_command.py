@@ -72,7 +72,7 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
         (("--evaluation-dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
         (("--evaluation-split", "test"), "evaluation_split = 'test': is a split, which only a Hub dataset has"),
         (("--lora-rank", 4), "lora_rank = 4: needs adapters"),
-        (("--plan", "plan"), "plan = 'plan': has no plan.json"),
+        (("--plan", "plan"), "plan = 'plan': no such file or directory"),
         (("--plan", "plan"), "seq_len = 32: is what the plan decides"),
         (("--resume",), "output_dir = 'out': holds no checkpoint to resume from"),
         (("--hardware", "8xA100-80GB"), "needs 8 x A100-80GB on 1 node(s)"),
