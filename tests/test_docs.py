@@ -150,8 +150,7 @@ def test_named_flags_exist(page):
 @cache
 def flags_of(command: str) -> set[str]:
     app = build_app()[command]
-    subcommands = [name for name in app if not name.startswith("-")] if app.default_command is None else []
-    apps = [app[name] for name in subcommands] or [app]
+    apps = [app[name] for name in app if not name.startswith("-")] + ([app] if app.default_command else [])
     return {name for one in apps for argument in one.assemble_argument_collection() for name in argument.names}
 
 

@@ -46,7 +46,7 @@ def check_command(
 
         show_findings(found.findings)
         warnings = len(found.findings) - found.errors
-        if list(found.files) != [str(file) for file in files]:
+        if not {str(file) for file in files}.issuperset(found.files):
             console().print(f"Checked {', '.join(found.files)}", markup=False)
         console().print(f"{len(found.files)} file(s): {found.errors} error(s), {warnings} warning(s)")
     return 2 if found.errors else 0

@@ -101,7 +101,8 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
             findings += check_text(
                 content, filename=str(path), world_size=world_size, uses_transformers=uses_transformers
             )
-    by_place = {str(path.absolute()): str(path) for path in checked}
+    # As somebody named a file, not as a YAML does.
+    by_place = {str(path.absolute()): str(path) for path in [*checked, *paths] if path in checked}
     return CheckedFiles(findings=tuple(findings), files=tuple(by_place.values()))
 
 
