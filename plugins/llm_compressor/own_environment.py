@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
