@@ -15,7 +15,7 @@ _SAYS_NOTHING = frozenset({"False", '""', "()", "{}", "[]"})
 
 
 def short_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """Print one group of options without what holds for every option: its variable, and `--no-` of a switch that is off.
+    """Print a group of options without what holds for every option: its variable, and `--no-` of a switch that is off.
 
     With cyclopts 5.4 the variables alone made the help of `train` half as long again; the end of every help states the
     rule. On a narrow terminal each description stands below its name.
