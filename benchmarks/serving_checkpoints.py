@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -262,5 +261,4 @@ def make_all(work: Path, chosen: Callable[[ServingCase], bool], told: Callable[[
             entry["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         told(f"made {case.name}" + (f": {entry['error']}" if entry["error"] else ""))
         listed.append(entry)
-    (work / "rows.json").write_text(json.dumps(token_rows().tolist()))
     return listed

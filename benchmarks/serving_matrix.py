@@ -12,11 +12,9 @@ not. What the engine refuses is listed with its own words. Without AVX-512, whic
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,13 +24,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from serving_worker import BATCHED_TOKENS, CACHE_BYTES
-
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "measurements" / "serving.md"
 BOUNDS = {"dense": 0.02, "weights": 0.06, "activations": 0.10}
 """Largest mean difference of log-probabilities, in nats, by what is rounded."""
 BLOCKS_WITHIN = 0.03
+CACHE_BYTES, BATCHED_TOKENS = 64 * 2**20, 2048
+EVALUATED = "llama W4A16 gptq group_size 32"
+"""Case that `shardwright evaluate` reads in both engines."""
 _SECONDS = 900
 
 
@@ -102,22 +101,53 @@ def predicted_blocks(path: str) -> tuple[int, int]:
     return plan.blocks, plan.blocks_per_sequence
 
 
-def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> dict[str, Any]:
-    """Return what one process of the engine says of every checkpoint."""
-    manifest, results = work / "manifest.json", work / "results.json"
-    manifest.write_text(json.dumps(listed))
+def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> dict[str, dict[str, Any]]:
+    """Return what one process of the engine says of every checkpoint that was made."""
+    from serving_checkpoints import ANSWER_TOKENS, ROWS, token_rows
+    from shardwright.plugins.serving.asking import Asked, ask_vllm
+
     # The package is a checkout whose directory may have any name.
     (work / "path").mkdir(exist_ok=True)
     link = work / "path" / "shardwright"
     if not link.exists():
         link.symlink_to(ROOT, target_is_directory=True)
-    command = [python, str(Path(__file__).with_name("serving_worker.py")), str(manifest), str(work / "rows.json")]
-    environment = os.environ | {"PYTHONPATH": str(work / "path")}
-    done = subprocess.run([*command, str(results)], env=environment, timeout=_SECONDS, check=False)
-    found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
-    if done.returncode and len(found) < sum(entry["error"] is None for entry in listed):
-        raise SystemExit(f"the engine's process ended with {done.returncode} after {len(found)} checkpoints")
-    return found
+    return ask_vllm(
+        python,
+        [
+            Asked(name=entry["name"], path=entry["path"], options=entry["options"])
+            for entry in listed
+            if entry["error"] is None
+        ],
+        token_rows().tolist(),
+        options={
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": CACHE_BYTES,
+            "dtype": "bfloat16",
+            "max_num_seqs": ROWS,
+            "max_num_batched_tokens": BATCHED_TOKENS,
+        },
+        answer_tokens=ANSWER_TOKENS,
+        python_path=work / "path",
+        seconds=_SECONDS,
+    )
+
+
+def evaluated(python: str, entry: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return what `shardwright evaluate` says of a checkpoint in both engines as a table, and whether they agree."""
+    from shardwright.trainers.evaluation.evaluate import EvaluationEngine, evaluate_model
+    from shardwright.trainers.evaluation.text_windows import TextRequest
+
+    os.environ["PATH"] = f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}"
+    lines = ["| `evaluate` | in | perplexity | tokens/s read | written |", "|---|---|---|---|---|"]
+    losses = []
+    engines: tuple[EvaluationEngine, ...] = ("transformers", "vllm")
+    for engine in engines:
+        found = evaluate_model(entry["path"], engine=engine, text=TextRequest(num_samples=8), seq_len=128).model
+        assert found.speed is not None and found.speed.decode_tokens_per_second is not None, "both were asked for"
+        read, written = found.speed.prefill_tokens_per_second, found.speed.decode_tokens_per_second
+        lines.append(f"| {entry['name']} | {engine} | {found.perplexity.value:.2f} | {read:,.0f} | {written:,.0f} |")
+        losses.append(found.loss_nats_per_token.value)
+    return "\n".join(lines), abs(losses[0] - losses[1]) <= bound_of(entry["name"])
 
 
 def first_words(error: str) -> str:
@@ -198,6 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         served = serve_all(flags.engine_python, listed, work)
         text, passed = tables(listed, served)
+        for entry in listed:
+            if entry["name"] == EVALUATED:
+                more, agree = evaluated(flags.engine_python, entry)
+                text, passed = f"{text}\n\n{more}", passed and agree
     print(text)
     print(f"\n{len(listed)} checkpoints in {time.monotonic() - began:.0f} s; {'passed' if passed else 'FAILED'}")
     if flags.write:

@@ -54,6 +54,9 @@ class EvaluateOptions(ReportOptions):
         "auto", description="Type to load weights as; auto: the stored one"
     )
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator where there is one")
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="Who reads: Transformers here, or vLLM in its own environment, found on PATH"
+    )
     speed: bool = Field(True, description="Measure tokens/s and memory")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     baseline_revision: str | None = Field(None, description="The same of a Hub baseline")
@@ -103,6 +106,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
             batch_size=options.batch_size,
             dtype=options.dtype,
             device=options.device,
+            engine=options.engine,
             tasks=_task_request(options),
             revision=options.revision,
             baseline_revision=options.baseline_revision,

@@ -6,14 +6,15 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.launching.notes import Notify, OnProgress
 from ...plugins.lm_eval.tasks import TaskRequest, TaskScore, run_tasks
 from .estimates import exponential, token_mean
+from .in_vllm import Engine, engine_for, read_in_vllm
 from .inputs import checked_subjects, chosen_seq_len, default_device, shared_tokenizer
 from .loading import Subject, load_subject, local_directory
 from .result import KL_SHARES, Comparison, Evaluation, ModelResult, TextFacts
@@ -22,6 +23,7 @@ from .stored_sizes import StoredSizes, stored_sizes
 from .text_windows import TextRequest, TextWindows, text_windows
 from .token_measures import AnswerSource, Batches, ModelReader, StoredAnswers, TokenMeasures, measure_tokens
 
+EvaluationEngine = Literal["transformers", "vllm"]
 DEFAULT_WINDOWS = 64
 _REMARKABLE_BYTES = 10**9
 _PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
@@ -59,6 +61,7 @@ def evaluate_model(
     batch_size: int = 4,
     dtype: str = "auto",
     device: str | None = None,
+    engine: EvaluationEngine = "transformers",
     tasks: TaskRequest | None = None,
     revision: str | None = None,
     baseline_revision: str | None = None,
@@ -79,6 +82,7 @@ def evaluate_model(
         batch_size: Windows that are read together; no result depends on it.
         dtype: Type to load weights as, or `auto` for the stored one.
         device: Such as `cuda:0` or `cpu`; default: an accelerator where there is one.
+        engine: `transformers`, or `vllm`, which is found on PATH and reads the same windows in its own environment.
         tasks: Tasks of lm-evaluation-harness.
         revision: Branch, tag or commit of a Hub model.
         baseline_revision: The same of a Hub baseline.
@@ -89,13 +93,15 @@ def evaluate_model(
     Raises:
         UsageError: models, text or numbers that cannot be used, all faults together.
         RefusedInputError: files of a model are corrupt or unsafe, or a model's answers are not numbers.
-        ShardwrightError: a model cannot be fetched or loaded.
+        ShardwrightError: a model cannot be fetched or loaded, or the engine refuses it.
     """
     start = time.perf_counter()
     chosen = text or TextRequest(num_samples=DEFAULT_WINDOWS)
     length = chosen.seq_len_tokens if isinstance(chosen, TextWindows) else seq_len
     asked = {"seq_len": length, "batch_size": batch_size, "device": device, "tasks": tasks}
+    asked |= {"engine": engine, "baseline": baseline}
     subjects = checked_subjects([(source, revision), (baseline, baseline_revision)], chosen, asked)
+    serving = engine_for(subjects[0]) if engine == "vllm" else None
     tokenizer = shared_tokenizer(subjects, notify)
     if isinstance(chosen, TextWindows):
         windows = chosen
@@ -104,16 +110,32 @@ def evaluate_model(
     run = _Run(
         batches=Batches(windows=windows.windows, size=batch_size),
         dtype=dtype,
-        device=device or default_device(),
+        device=device or ("cpu" if serving else default_device()),
         measure_speeds=measure_speeds,
         tasks=tasks,
         on_progress=on_progress,
     )
+    if serving is not None:
+        measures, found, run = _read_served(subjects[0], serving, run, windows)
+        return _evaluation(measures, found, None, windows, run, seconds=time.perf_counter() - start, engine=serving)
     answers, compared = None, None
     if len(subjects) > 1:
         answers, compared = _read_baseline(subjects[1], run, tokenizer, notify)
     measures, found = _read_model(subjects[0], answers, run, tokenizer)
     return _evaluation(measures, found, compared, windows, run, seconds=time.perf_counter() - start)
+
+
+def _read_served(
+    subject: Subject, engine: Engine, run: _Run, windows: TextWindows
+) -> tuple[TokenMeasures, _Findings, _Run]:
+    """Let vLLM read everything; its process says which device and type it took."""
+    directory = local_directory(subject)
+    run.on_progress("reading by vLLM", 0, 1)
+    settings = {"batch_size": run.batches.size, "dtype": run.dtype, "measure_speeds": run.measure_speeds}
+    found = read_in_vllm(engine, subject, directory, windows, settings=settings)
+    run.on_progress("reading by vLLM", 1, 1)
+    findings = _Findings(subject=subject, dtype=found.dtype, sizes=stored_sizes(directory), speed=found.speed)
+    return found.measures, findings, replace(run, device=found.device)
 
 
 def _read_baseline(subject: Subject, run: _Run, tokenizer: Any, notify: Notify) -> tuple[AnswerSource, _Findings]:
@@ -182,6 +204,7 @@ def _evaluation(
     run: _Run,
     *,
     seconds: float,
+    engine: Engine | None = None,
 ) -> Evaluation:
     own_sums = measures.window_sums(measures.loss_N)
     comparison, baseline = None, None
@@ -202,8 +225,13 @@ def _evaluation(
         baseline=baseline,
         comparison=comparison,
         window_losses_nats_per_token=_means(own_sums, measures.counts),
-        settings={"batch_size": run.batches.size, "device": run.device, "dtype": run.dtype},
-        versions=_versions(),
+        settings={
+            "engine": "vllm" if engine else "transformers",
+            "batch_size": run.batches.size,
+            "device": run.device,
+            "dtype": run.dtype,
+        },
+        versions=_versions() | (dict(engine.versions) if engine else {}),
         seconds=round(seconds, 3),
     )
 

@@ -21,12 +21,13 @@ REPEATS = 5
 """Timed runs; the median counts. One more comes first and does not count."""
 DECODED_TOKENS = 16
 """Tokens that are written one after another in each run."""
-_LONGEST_PROMPT = 512
+LONGEST_PROMPT = 512
+"""Tokens of a window that are read at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """Medians of several runs with a batch of one, through Transformers."""
+    """Medians of several runs with a batch of one."""
 
     machine: str
     """Processor or accelerator, with the threads that torch used."""
@@ -36,17 +37,17 @@ class Speed:
     """Tokens read in a second."""
     decode_tokens_per_second: float | None
     """Tokens written in a second, one after another behind the prompt; `None` for a model without a key/value cache."""
-    weight_bytes: int
-    """Parameters and buffers of the loaded model."""
-    peak_bytes: int
-    """Largest live bytes of tensors while a prompt was read, weights included."""
+    weight_bytes: int | None
+    """Parameters and buffers of the loaded model; `None` in an engine that takes its memory beforehand."""
+    peak_bytes: int | None
+    """Largest live bytes of tensors while a prompt was read, weights included; `None` likewise."""
 
 
 def measure_speed(model: Any, window: Window) -> Speed:
     """Time a loaded model on the start of a window; tokens are chosen greedily, the model's own end is ignored."""
     import torch
 
-    prompt_1S = torch.tensor([window["input_ids"][:_LONGEST_PROMPT]], device=model.device)
+    prompt_1S = torch.tensor([window["input_ids"][:LONGEST_PROMPT]], device=model.device)
 
     def read() -> Any:
         return model(input_ids=prompt_1S, use_cache=True, **_last_logits_only(model))
@@ -128,7 +129,11 @@ def machine_name(device: torch.device) -> str:
 
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    threads = torch.get_num_threads()
+    return processor_name(torch.get_num_threads())
+
+
+def processor_name(threads: int) -> str:
+    """Return the processor's name, with the threads that compute."""
     return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()}"
 
 

@@ -73,6 +73,11 @@ def judged_rows(batch: dict[str, torch.Tensor], states_BSD: torch.Tensor) -> tor
     return states_BSD[:, :-1][judged_BS]
 
 
+def judged_counts(batch: dict[str, torch.Tensor]) -> list[int]:
+    """Return the judged tokens of each window."""
+    return [int(count) for count in (batch["labels"][:, 1:] != IGNORED_LABEL).sum(dim=1)]
+
+
 def judged_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the judged tokens [N]."""
     labels_BS = batch["labels"][:, 1:]
@@ -199,7 +204,7 @@ def measure_tokens(
     vocabulary = None
     for index in range(len(batches)):
         batch = batches[index]
-        counts += [int(count) for count in (batch["labels"][:, 1:] != IGNORED_LABEL).sum(dim=1)]
+        counts += judged_counts(batch)
         own = model.answers(index)
         other = None if baseline is None else baseline.answers(index)
         parts: dict[str, list[torch.Tensor]] = {}
@@ -212,7 +217,7 @@ def measure_tokens(
             collected.setdefault(name, []).append(torch.cat(chunks))
         for key, source in (("loss", model), ("baseline_loss", baseline)):
             if source is not None and key in parts:
-                _check_finite(source.name, collected[key][-1], batch, first_window=index * batches.size)
+                check_finite(source.name, collected[key][-1], batch, first_window=index * batches.size)
         on_batch(index + 1, len(batches))
     joined = {name: torch.cat(parts_N) for name, parts_N in collected.items()}
     return TokenMeasures(
@@ -256,7 +261,12 @@ def _measure(
     return values | {"kl": rows["forward_kl"], "agreement": rows["agreement"]}, shared
 
 
-def _check_finite(name: str, losses_N: torch.Tensor, batch: dict[str, torch.Tensor], *, first_window: int) -> None:
+def check_finite(name: str, losses_N: torch.Tensor, batch: dict[str, torch.Tensor], *, first_window: int) -> None:
+    """Check the losses [N] of a batch's judged tokens.
+
+    Raises:
+        RefusedInputError: one is no number; names its window and token.
+    """
     bad = (~losses_N.isfinite()).nonzero()
     if len(bad) == 0:
         return

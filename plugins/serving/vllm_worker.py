@@ -1,0 +1,125 @@
+"""One process of vLLM that answers on many checkpoints: `python vllm_worker.py MANIFEST RESULTS`.
+
+Runs in the engine's own environment, in which this package may be missing: it imports nothing of it, but the small
+format's loader where it can. An engine that refuses a checkpoint says so in its own words, and the next one is loaded.
+`asking.py` writes the manifest and reads the results.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_ENVIRONMENT = {
+    # The engine's process is this one: its cache configuration can be read, and its errors arrive as they are.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # A window as long as the model's positions needs one token more for the engine, which is chosen and never read.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def _ask(engine: Any, rows: list[list[int]], tokens: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    asked = SamplingParams(
+        temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, **more
+    )
+    return engine.generate([{"prompt_token_ids": row} for row in rows], asked, use_tqdm=False)
+
+
+def _answers(engine: Any, rows: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Return the log-probability of each token but the first, and the most likely continuation of each row."""
+    outputs = _ask(engine, rows, tokens, prompt_logprobs=0)
+    found = [
+        [places[token].logprob for token, places in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+        for row, output in zip(rows, outputs, strict=True)
+    ]
+    return {"log_probabilities": found, "greedy": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+def _seconds(engine: Any, prompt: list[int], tokens: int, repeats: int) -> float:
+    """Return the median time of one request alone; one more comes first and does not count."""
+    found = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        _ask(engine, [prompt], tokens)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def _speed(engine: Any, asked: dict[str, Any]) -> dict[str, float]:
+    first = _seconds(engine, asked["prompt"], 1, asked["repeats"])
+    more = _seconds(engine, asked["prompt"], 1 + asked["decoded_tokens"], asked["repeats"])
+    return {"prefill_seconds": first, "decode_seconds": max(more - first, 1e-9)}
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"accelerator": name, "threads": torch.get_num_threads()}
+
+
+def _serve(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    began, engine = time.monotonic(), None
+    try:
+        engine = LLM(
+            entry["path"],
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            **{**manifest["options"], **entry["options"]},
+        )
+        loaded = time.monotonic() - began
+        config = engine.llm_engine.vllm_config
+        cache = config.cache_config
+        return {
+            "error": None,
+            "answers": _answers(engine, manifest["rows"], manifest["answer_tokens"]),
+            "speed": _speed(engine, manifest["timed"]) if manifest["timed"] else None,
+            "machine": _machine(),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "load_seconds": loaded,
+            "blocks": cache.num_gpu_blocks,
+            "block_tokens": cache.block_size,
+            "concurrency": cache.kv_cache_max_concurrency,
+            "max_model_len": config.model_config.max_model_len,
+        }
+    except Exception as error:  # what an engine refuses is a result
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        del engine
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def main(manifest_file: Path, results: Path) -> None:
+    """Serve each checkpoint of the manifest, and write what came of it after each."""
+    os.environ.update(_ENVIRONMENT)
+    with suppress(ImportError):
+        # By its name: this file runs as a script, in which nothing is relative. It registers the small format.
+        importlib.import_module("shardwright.trainers.formats.vllm_loader")
+    manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
+    for entry in manifest["checkpoints"]:
+        found[entry["name"]] = _serve(entry, manifest)
+        results.write_text(json.dumps(found), encoding="utf-8")
+        print(f"served {entry['name']}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:3]))
