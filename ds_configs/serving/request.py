@@ -34,6 +34,11 @@ class ServedModel:
         return self.config.get("quantization_config") or {}
 
     @property
+    def quantized_experts(self) -> bool:
+        """Whether the experts of a mixture are stored in fewer bits."""
+        return any(".experts." in name and name.endswith(("weight_packed", "weight_scale")) for name in self.weights)
+
+    @property
     def latent(self) -> bool:
         """Whether attention keeps one latent vector for all heads (DeepSeek-V2 and its successors)."""
         return bool((self.config.get("text_config") or self.config).get("kv_lora_rank"))

@@ -101,6 +101,14 @@ def _refusal(python: Path, section: Mapping[str, Any]) -> str | None:
     return lines[-1][:500] if lines else f"exit code {checked.returncode}"
 
 
+def processor_flags(processor: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return the features of this machine's processor; none where Linux does not tell them."""
+    if not processor.exists():
+        return frozenset()
+    lines = processor.read_text(encoding="utf-8").splitlines()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
 def port_faults(host: str, port: int) -> list[Fault]:
     """Return that an address cannot be listened on."""
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.serving.engines import INSTALL
+from ...ds_configs.serving.engines import INSTALL, processor_faults
 from ...ds_configs.serving.plan import ServingPlan, plan_serving
 from ...ds_configs.serving.request import ServedModel, ServingRequest
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
@@ -19,7 +19,7 @@ from ...ds_configs.specs.hardware import parse_hardware
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.serving.asking import Asked, Timed, ask_vllm
 from ...plugins.serving.checkpoint import read_served_model
-from ...plugins.serving.engine import InstalledEngine, installed_engine, server_faults
+from ...plugins.serving.engine import InstalledEngine, installed_engine, processor_flags, server_faults
 from .loading import Subject
 from .speed import DECODED_TOKENS, LONGEST_PROMPT, REPEATS, Speed, processor_name
 from .text_windows import TextWindows
@@ -93,6 +93,8 @@ def engine_for(subject: Subject) -> Engine:
     request = ServingRequest(hardware=hardware, tensor_parallel_size=1, max_num_batched_tokens=_BATCHED_TOKENS)
     engine = Engine(installed=installed, served=served, request=request)
     faults = server_faults("vllm", installed, served.quantization)
+    if on_cpu:
+        faults += processor_faults(processor_flags(), quantized_experts=served.quantized_experts)
     if faults:
         raise UsageError(faults)
     _planned(engine, tokens=1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.quantization.config_json import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.serving.engines import scheme_findings
+from shardwright.ds_configs.serving.engines import processor_faults, scheme_findings
 from shardwright.ds_configs.serving.kv_cache import CachedLayer, cached_layers, key_value_cache
 from shardwright.ds_configs.serving.memory import StoredWeight, weight_bytes
 from shardwright.ds_configs.serving.plan import plan_serving
@@ -227,6 +227,9 @@ def test_what_does_not_fit_says_what_does():
         ("W4A8", "H100-80GB", "has no kernel in vLLM on any GPU"),
         ("W8A16", "CPU", "on a CPU"),
         ("FP8", "CPU", "on a CPU"),
+        ("FP8_DYNAMIC", "CPU", None),
+        ("W4A8", "CPU", None),
+        ("W2A8", "CPU", "on a CPU"),
         ("W4A16", "A100-80GB", None),
         ("FP8", "H100-80GB", None),
         ("W8A8", "CPU", None),
@@ -244,6 +247,24 @@ def test_schemes_that_a_generation_cannot_serve(scheme, gpu, rule):
     faults, remarks = scheme_findings(section, engine="transformers", gpu=gpu, capability=70)
     assert not faults
     assert "decompresses" in remarks[0]
+
+
+def test_quantized_experts_on_a_cpu_need_amx():
+    """The engine's own words are that no WNA16 backend of mixtures supports it: which does not say what would."""
+    packed = {
+        f"model.layers.0.{name}.weight_packed": StoredWeight(stored_bytes=10, is_matrix=True, is_fp32=False)
+        for name in ("mlp.experts.0.up_proj", "self_attn.q_proj")
+    }
+    mixture = replace(served(quantization_config=quantization_config(scheme_named("W4A16"))), weights=packed)
+    dense_experts = replace(mixture, weights=dict(list(packed.items())[1:]))
+    assert (mixture.quantized_experts, dense_experts.quantized_experts) == (True, False)
+    hardware = replace(request("CPU"), kv_cache_bytes=10**9, max_model_len=64)
+    remarks = [any("AMX" in note for note in plan_serving(each, hardware).notes) for each in (mixture, dense_experts)]
+    assert remarks == [True, False]
+    (fault,) = processor_faults({"avx512f"}, quantized_experts=True)
+    assert "has no AMX" in fault.rule and "serve on a GPU" in fault.fix
+    assert processor_faults({"amx_tile"}, quantized_experts=True) == []
+    assert processor_faults(set(), quantized_experts=False) == []
 
 
 def test_a_generation_without_the_numbers_says_that_it_decompresses():

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.serving import engine
-from shardwright.plugins.serving.engine import InstalledEngine, become_server, port_faults, server_faults
+from shardwright.plugins.serving.engine import (
+    InstalledEngine,
+    become_server,
+    port_faults,
+    processor_flags,
+    server_faults,
+)
 
 READ_BY = InstalledEngine(python=Path(sys.executable), versions={"compressed-tensors": "0.17.0"})
 SECTION = {"quant_method": "compressed-tensors", "version": "9.0"}
@@ -37,6 +43,12 @@ def test_a_port_in_use_and_a_host_of_another_machine() -> None:
     assert "cannot be listened on" in fault.rule
     # RFC 5737 keeps this address for documentation: no machine has it.
     assert [each.where for each in port_faults("192.0.2.1", 8000)] == ["port"]
+
+
+def test_features_of_a_processor(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: avx2 avx512f\n\nprocessor : 1\nflags\t\t: avx2\n")
+    assert processor_flags(tmp_path / "cpuinfo") == {"avx2", "avx512f"}
+    assert processor_flags(tmp_path / "missing") == frozenset()
 
 
 def test_a_program_that_does_not_start() -> None:
