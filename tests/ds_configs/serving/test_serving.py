@@ -249,6 +249,12 @@ def test_schemes_that_a_generation_cannot_serve(scheme, gpu, rule):
     assert "decompresses" in remarks[0]
 
 
+def test_an_fp8_cache_on_a_cpu_says_that_it_is_cut_off():
+    for hardware, told in (("CPU", True), ("1xA100-80GB", False)):
+        asked = request(hardware, kv_cache_dtype="fp8", kv_cache_bytes=10**9, max_model_len=64)
+        assert any("cuts FP8" in note for note in plan_serving(served(), asked).notes) is told
+
+
 def test_quantized_experts_on_a_cpu_need_amx():
     """The engine's own words are that no WNA16 backend of mixtures supports it: which does not say what would."""
     packed = {
