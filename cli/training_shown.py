@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .options import TrainingOptions
-from .progress import lines_at_times, note, progress_on_stderr
+from .progress import LinesAtTimes, note, progress_on_stderr
 
 if TYPE_CHECKING:
     from ..ds_configs.plan.plan import Plan
@@ -48,9 +48,9 @@ def launched_command(
         files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
         return 0
-    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", lines_at_times()) as on_progress:
-        how = {"resume": options.resume, "force": options.force}
-        outcome = run_training(prepared, output_dir, **how, notify=note, on_progress=on_progress)
+    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", LinesAtTimes()) as on_progress:
+        how: dict[str, Any] = {"on_progress": on_progress, "on_figures": on_progress.tell_figures, "notify": note}
+        outcome = run_training(prepared, output_dir, resume=options.resume, force=options.force, **how)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:

@@ -14,7 +14,7 @@ from pydantic import Field
 from ...ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from ...ds_configs.specs.settings import HubSettings
 from ..options import RunOptions
-from ..progress import lines_at_times, note, progress_on_stderr
+from ..progress import LinesAtTimes, note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _run(prepared: Prepared, output_dir: Path, **how: Any) -> QuantizationOutcom
     from ...trainers.quantization.run import run_prepared
 
     try:
-        with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", lines_at_times()) as on_progress:
+        with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()) as on_progress:
 
             def report(step: LayerProgress) -> None:
                 on_progress(step.stage, step.index + 1, step.count)

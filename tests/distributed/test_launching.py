@@ -180,13 +180,13 @@ def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Pat
 def test_remarks_of_the_first_rank_reach_who_launched_it(cold: None) -> None:
     rank = (
         "from shardwright.plugins.launching.notes import note_on_first_rank; print('of a library', flush=True); "
-        "note_on_first_rank('two\\nlines'); print('shardwright-progress: {\"step\": 3, \"steps\": 4}')"
+        "note_on_first_rank('two\\nlines'); print('shardwright-progress: {\"step\": 3, \"steps\": 4, \"loss\": 2.3126}')"
     )
     launches = [Launch(arguments=("-c", rank), environment={"RANK": number}) for number in ("0", "1")]
     heard: list[str] = []
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[int, int, str]] = []
     run_launches(launches, lambda *step: steps.append(step), notify=heard.append, timeout_seconds=60)
-    assert (heard, steps) == (["two lines"], [(3, 4), (3, 4)])
+    assert (heard, steps) == (["two lines"], [(3, 4, "loss 2.313")] * 2)
 
 
 def test_a_launch_does_not_read_the_variables_of_an_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,41 @@ def test_a_script_loses_the_same_under_plans_that_moved(
     assert f"2 ranks ran {script}.py to its end" in " ".join(shown.split())
 
 
+_READS_AND_WRITES = """
+import json
+from pathlib import Path
+import torch
+words = Path("data/notes.txt").read_text().split()
+steps = json.loads(Path("plan/training_arguments.json").read_text())
+assert Path("plan/plan.json").stat().st_size and "per_device_train_batch_size" in steps
+Path("result.json").write_text(json.dumps(len(words)))
+try:
+    Path(__file__).with_name("beside.txt").write_text("x")
+    raise SystemExit("written among the user's files")
+except ValueError as error:
+    assert "beside.txt, and a rehearsal changes none of your files" in str(error), error
+"""
+
+
+def files_of(directory: Path) -> dict[Path, int]:
+    """When each file was written, but for the report of rehearsals."""
+    written = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+    return {path: time for path, time in written.items() if path.name != "rehearsal.json"}
+
+
+def test_a_rehearsed_script_sees_its_working_directory_and_changes_nothing_there(model: Path, tmp_path: Path) -> None:
+    planned(model, tmp_path / "plan", "ddp")
+    (tmp_path / "data").mkdir()
+    shutil.copy(model.parent / "notes.txt", tmp_path / "data")
+    (tmp_path / "code").mkdir()
+    for name, text in {"code/own.py": _READS_AND_WRITES, "result.json": "mine"}.items():
+        (tmp_path / name).write_text(text)
+    before = files_of(tmp_path)
+    rehearse = [*warm_command("shardwright"), "rehearse", "plan", "--script", "code/own.py"]
+    assert "2 ranks ran own.py to its end" in " ".join(ran(*rehearse, cwd=tmp_path).split())
+    assert files_of(tmp_path) == before
+
+
 def test_a_loop_with_accelerate(model: Path, tmp_path: Path) -> None:
     plan = planned(model, tmp_path / "plan", "ddp")
     shown = ran(*warm_command("shardwright"), "launch", plan, EXAMPLES / "own_accelerate_loop.py", model, cwd=tmp_path)

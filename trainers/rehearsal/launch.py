@@ -72,13 +72,13 @@ def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> 
 
     job = rehearsed.worker.model_copy(update={"stage": stage, "text_tokens": settings.text is not None})
     try:
-        launch_worker(_WORKER, job, rehearsed, settings, lambda step, _: settings.tell(message, offset + step))
+        launch_worker(_WORKER, job, rehearsed, settings, lambda step, *_: settings.tell(message, offset + step))
     except ShardwrightError as error:
         raise ShardwrightError(f"{stage}: {error}") from None
 
 
 def launch_worker(
-    module: str, job: RankJob, rehearsed: Rehearsed, settings: LaunchSettings, on_step: Callable[[int, int], None]
+    module: str, job: RankJob, rehearsed: Rehearsed, settings: LaunchSettings, on_step: Callable[[int, int, str], None]
 ) -> None:
     """Start one launcher for each node, whose ranks run a module with a job, and wait for all.
 

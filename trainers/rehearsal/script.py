@@ -19,15 +19,17 @@ from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
 from .files import PlanFiles, Rehearsed
 from .launch import LaunchSettings, launch_worker, prepare_launch, rank_records
-from .script_worker import STAGE, ScriptJob
+from .script_worker import STAGE, VIEW, ScriptJob
+from .view import MOST_FILES, make_view
 
 WORKER = f"{__package__}.script_worker"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 )
 
-_OWN_DIRECTORY = (
-    "\nThe rehearsal runs in a directory of its own: give the script its files as arguments, or whole paths"
+_NOT_SHOWN = (
+    "\nThe rehearsal shows the script its working directory without hidden directories and weights over 64 MiB: give it "
+    "these as arguments, or whole paths"
 )
 
 
@@ -46,6 +48,8 @@ def rehearse_script(
     """
     work = settings.work
     _write_small(plan, files, rehearsed, settings)
+    if not make_view(Path.cwd(), work / VIEW, _exchanged_files(plan, settings), apart=work.parent):
+        settings.notify(f"the working directory holds over {MOST_FILES:,} files: the script does not see all of them")
     scaled = rehearsed.worker.training_arguments
     job = ScriptJob(
         training_arguments={name: scaled[name] for name in files.arguments if name in scaled},
@@ -55,21 +59,30 @@ def rehearse_script(
         model_name=plan.model.name,
         model_directory=str(work / "model"),
         steps=settings.steps,
+        working_directory=str(Path.cwd()),
     )
     message = f"running {script.name}"
     settings.tell(f"{message}: starting {settings.ranks} ranks")
     try:
         prepare_launch(rehearsed, settings)
-        launch_worker(WORKER, job, rehearsed, settings, lambda step, _: settings.tell(message, step))
+        launch_worker(WORKER, job, rehearsed, settings, lambda step, *_: settings.tell(message, step))
     except ShardwrightError as error:
-        hint = _OWN_DIRECTORY if "FileNotFoundError" in str(error) else ""
+        hint = _NOT_SHOWN if "FileNotFoundError" in str(error) else ""
         return [failed("launch", f"{error}{hint}")], ()
     records = rank_records(work, STAGE, settings.ranks)
     return _found(records, script.name, settings.ranks), tuple(records[0]["losses"])
 
 
+def _exchanged_files(plan: Plan, settings: LaunchSettings) -> dict[Path, Path]:
+    """Return what stands in the place of the plan's files and of its model, where these lie on this machine."""
+    directory, work = settings.directory.absolute(), settings.work
+    found = {place: work / place.name for place in directory.iterdir() if (work / place.name).is_file()}
+    model = Path(plan.model.name)
+    return found | ({model.absolute(): work / "model"} if model.is_dir() else {})
+
+
 def exchanged_arguments(arguments: Sequence[str], plan: Plan, plan_directory: Path, work: Path) -> list[str]:
-    """Return the arguments of a script, which runs in `work`, so that they name there what they name here.
+    """Return the arguments of a script, which runs in a view of this directory, so that they name what they name here.
 
     The plan's model and directory are exchanged for the rehearsal's. Other paths that exist become absolute, but for
     the values of flags that name an output: what a script saves there must not replace what a training left.

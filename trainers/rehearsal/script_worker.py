@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -15,8 +16,9 @@ from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ..runs.ranks import progress_callback, run_rank, write_json
 from ..runs.settings import RankJob
 from ..training.script_rank import carry_axes, run_script
+from .view import ViewGuard
 
-STAGE = "script"
+STAGE, VIEW = "script", "here"
 _COMPARED = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16")
 """Arguments that a plan's memory and time rest on."""
 
@@ -30,6 +32,7 @@ class ScriptJob(RankJob):
     model_name: str = Field(description="how the plan names its model")
     model_directory: str = Field(description="the shrunken model that takes its place")
     steps: int = Field(description="optimizer steps of a trainer, at most")
+    working_directory: str = Field(description="the user's, of which the script sees a view")
 
 
 def rehearse_script_rank(job: ScriptJob, work: Path) -> None:
@@ -41,7 +44,11 @@ def rehearse_script_rank(job: ScriptJob, work: Path) -> None:
     serve_scripts_on_cpu_ranks()
     _record_trainers(record)
     carry_axes(Plan.load(work))
-    os.chdir(work)
+    os.chdir(work / VIEW)
+    # Caches of the user's own modules would lie beside them.
+    sys.dont_write_bytecode = True
+    kept = Path(job.working_directory), Path(job.script).parent
+    sys.addaudithook(ViewGuard.of(work / VIEW, *kept, free=work))
     try:
         run_script(job.script, job.arguments)
     finally:

@@ -114,15 +114,34 @@ def collator(tokenizer: Any) -> Callable[..., Any]:
     return partial(collate, pad_token_id=pad or 0)
 
 
-def progress_callback() -> Any:
-    """Return a callback that tells the process which launched the ranks of every optimizer step."""
+def progress_callback(tokens_of: Callable[[int], int] | None = None) -> Any:
+    """Return a callback that tells the process which launched the ranks of every optimizer step.
+
+    Args:
+        tokens_of: Returns the tokens of so many steps of the training; without it no speed is told.
+    """
     from transformers import TrainerCallback
 
     class ProgressTeller(TrainerCallback):
+        began: tuple[int, float] | None = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # The first step compiles and allocates: its time is not the pace of the others.
+            if self.began is None and state.global_step > 0:
+                self.began = state.global_step, time.monotonic()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.is_world_process_zero:
-                line = {"step": state.global_step, "steps": state.max_steps}
+                line = {"step": state.global_step, "steps": state.max_steps, **self._figures(state)}
                 print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
+
+        def _figures(self, state: Any) -> dict[str, float]:
+            found = {"loss": entry["loss"] for entry in state.log_history[-4:] if "loss" in entry}
+            if self.began is not None and tokens_of is not None:
+                step, since = self.began
+                seconds = time.monotonic() - since
+                found["tokens_per_second"] = (tokens_of(state.global_step) - tokens_of(step)) / seconds
+            return found
 
     return ProgressTeller()
 
@@ -166,7 +185,7 @@ def train_recorded(trainer: Any, job: LaunchedJob, resumed: Selection | None, *,
     """Train from the checkpoint of `rank_arguments`, or from step 0, and return the recorder of the steps."""
     recorder = step_recorder(Path(job.output_dir), evaluates_last=evaluates_last)
     trainer.add_callback(recorder)
-    trainer.add_callback(progress_callback())
+    trainer.add_callback(progress_callback(_tokens_of(trainer, job)))
     train_guarded(trainer, resume=resumed, **job.settings.guards())
     return recorder
 
@@ -195,17 +214,17 @@ def _peak_bytes(trainer: Any) -> int | None:
 
 def step_facts(trainer: Any, recorder: Any, job: LaunchedJob) -> dict[str, Any]:
     """Return steps, their seconds and their tokens as a result states them."""
-    steps = trainer.state.global_step
-
-    def tokens(count: int) -> int:
-        return trained_tokens(trainer.args, count, job.train_samples, job.train_tokens)
-
+    steps, tokens = trainer.state.global_step, _tokens_of(trainer, job)
     return {
         "steps": steps,
         "step_seconds": recorder.seconds,
         "tokens": tokens(steps),
         "timed_tokens": tokens(steps) - tokens(recorder.first_step),
     }
+
+
+def _tokens_of(trainer: Any, job: LaunchedJob) -> Callable[[int], int]:
+    return lambda steps: trained_tokens(trainer.args, steps, job.train_samples, job.train_tokens)
 
 
 def trained_tokens(arguments: Any, steps: int, samples: int, tokens: int) -> int:

@@ -106,6 +106,7 @@ def run_training(
     force: bool = False,
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
+    on_figures: Notify = lambda _: None,
 ) -> Outcome:
     """Launch a prepared training, wait for it, and write the report beside the model.
 
@@ -116,6 +117,7 @@ def run_training(
         force: Write into a directory that holds other files.
         notify: Receives remarks.
         on_progress: Hears of every optimizer step.
+        on_figures: Hears the loss and the speed before each of them, as one text.
 
     Raises:
         UsageError: another run writes to the directory.
@@ -129,11 +131,18 @@ def run_training(
         reserved(output_dir, force=force or resume),
         pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify),
     ):
-        return _run_training(prepared, output_dir, resume=resume, notify=notify, on_progress=on_progress)
+        how: dict[str, Any] = {"notify": notify, "on_progress": on_progress, "on_figures": on_figures}
+        return _run_training(prepared, output_dir, resume=resume, **how)
 
 
 def _run_training(
-    prepared: PreparedTraining[Outcome], output_dir: Path, *, resume: bool, notify: Notify, on_progress: OnProgress
+    prepared: PreparedTraining[Outcome],
+    output_dir: Path,
+    *,
+    resume: bool,
+    notify: Notify,
+    on_progress: OnProgress,
+    on_figures: Notify,
 ) -> Outcome:
     started = time.monotonic()
     plan, samples = prepared.plan, prepared.samples
@@ -149,7 +158,12 @@ def _run_training(
         _write_samples(samples, work)
         prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
         launched = planned_launch([prepared.worker, write_job(job, work)], plan, plan_directory)
-        run_launches([launched], lambda step, steps: on_progress("step", step, steps), notify=notify)
+
+        def on_step(step: int, steps: int, figures: str) -> None:
+            on_figures(figures)
+            on_progress("step", step, steps)
+
+        run_launches([launched], on_step, notify=notify)
         result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
     facts = {
         "settings": prepared.settings,
