@@ -197,7 +197,7 @@ def test_damaged_plans_are_refused(change, pattern):
 
 
 def test_load_says_what_is_missing(tmp_path):
-    with pytest.raises(UsageError, match=r"has no plan\.json; run `plan` first"):
+    with pytest.raises(UsageError, match=r"has no plan\.json; run `plan --output-dir` first"):
         Plan.load(tmp_path)
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(RefusedInputError, match="is not valid JSON"):
