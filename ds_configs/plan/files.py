@@ -45,7 +45,9 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
             "# behind --config_file, or start with launch.sh or `shardwright launch DIR`, which find it themselves.\n"
         )
     texts = {
-        "accelerate.yaml": header + moved + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
+        "accelerate.yaml": header
+        + moved
+        + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
         "launch.sh": launch_script(plan, header, directory=directory),
         "plan.json": _json(plan_to_dict(plan)),
         "training_arguments.json": _json(planned_training_arguments(plan)),

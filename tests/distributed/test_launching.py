@@ -180,7 +180,7 @@ def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Pat
 def test_remarks_of_the_first_rank_reach_who_launched_it(cold: None) -> None:
     rank = (
         "from shardwright.plugins.launching.notes import note_on_first_rank; print('of a library', flush=True); "
-        "note_on_first_rank('two\\nlines'); print('shardwright-progress: {\"step\": 3, \"steps\": 4, \"loss\": 2.3126}')"
+        'note_on_first_rank(\'two\\nlines\'); print(\'shardwright-progress: {"step": 3, "steps": 4, "loss": 2.3126}\')'
     )
     launches = [Launch(arguments=("-c", rank), environment={"RANK": number}) for number in ("0", "1")]
     heard: list[str] = []

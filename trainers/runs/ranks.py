@@ -136,7 +136,8 @@ def progress_callback(tokens_of: Callable[[int], int] | None = None) -> Any:
                 print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
 
         def _figures(self, state: Any) -> dict[str, float]:
-            found = {"loss": entry["loss"] for entry in state.log_history[-4:] if "loss" in entry}
+            logged = [float(entry["loss"]) for entry in state.log_history[-4:] if "loss" in entry]
+            found = {"loss": logged[-1]} if logged else {}
             if self.began is not None and tokens_of is not None:
                 step, since = self.began
                 seconds = time.monotonic() - since
