@@ -41,13 +41,12 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     if plan.chosen.strategy.engine == "deepspeed" and directory != ".":
         # Accelerate's own error of a file that is not there names the old path, and no way out.
         moved = (
-            "# Moved? This file names where ds_config.json was written: add --deepspeed_config_file DIR/ds_config.json\n"
+            "# Moved? This file names where ds_config.json was: add --deepspeed_config_file DIR/ds_config.json\n"
             "# behind --config_file, or start with launch.sh or `shardwright launch DIR`, which find it themselves.\n"
         )
+    accelerate = yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False)
     texts = {
-        "accelerate.yaml": header
-        + moved
-        + yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False),
+        "accelerate.yaml": header + moved + accelerate,
         "launch.sh": launch_script(plan, header, directory=directory),
         "plan.json": _json(plan_to_dict(plan)),
         "training_arguments.json": _json(planned_training_arguments(plan)),

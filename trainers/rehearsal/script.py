@@ -28,8 +28,8 @@ _CHAT_TEMPLATE = (
 )
 
 _NOT_SHOWN = (
-    "\nThe rehearsal shows the script its working directory without hidden directories and weights over 64 MiB: give it "
-    "these as arguments, or whole paths"
+    "\nThe rehearsal shows the script its working directory without hidden directories and weights over 64 MiB: give "
+    "it these as arguments, or whole paths"
 )
 
 
