@@ -59,6 +59,10 @@ class GpuConstants:
     infinite when the host always runs ahead."""
     overlap_slowdown: float
     """Computation that is lost for each second of communication beside it: both use memory bandwidth and processors."""
+    scatter_share: float = 0.5
+    """Time of a large all-gather or reduce-scatter over that of an all-reduce of as many bytes: half of it on rings."""
+    zero3_hook_seconds: float = 0.0
+    """Host time of ZeRO-3's hooks for each pass over a layer (forward, recomputed, backward)."""
     error: float
     """Half width of the interval of a step time, relative: nine of ten published measurements lie within it."""
     source: str

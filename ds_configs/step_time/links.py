@@ -31,6 +31,8 @@ class Group:
     """Latency of a tree to the root and back."""
     waiting_seconds: float
     """What members wait for the slowest host among them, where nothing else hides it."""
+    scatter_share: float
+    """Time of a large all-gather or reduce-scatter over that of an all-reduce."""
 
 
 def group_of(hardware: HardwareSpec, constants: GpuConstants, *, ranks: int, stride: int = 1) -> Group:
@@ -54,6 +56,7 @@ def group_of(hardware: HardwareSpec, constants: GpuConstants, *, ranks: int, str
         ring_seconds=(ranks - nodes) * constants.link_latency_seconds + (nodes - 1) * hop,
         tree_seconds=tree,
         waiting_seconds=constants.synchronization_seconds * (ranks - 1),
+        scatter_share=constants.scatter_share,
     )
 
 
@@ -61,7 +64,7 @@ def gather_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> fl
     """Return the seconds of all-gathers (or reduce-scatters) of `size_bytes` together, in `calls` collectives."""
     if group.ranks == 1 or size_bytes <= 0:
         return 0.0
-    return others(group.ranks) * size_bytes / group.bytes_per_s + calls * group.ring_seconds
+    return 2 * group.scatter_share * others(group.ranks) * size_bytes / group.bytes_per_s + calls * group.ring_seconds
 
 
 def reduction_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> float:

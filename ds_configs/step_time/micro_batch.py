@@ -213,9 +213,9 @@ def head_passes(
     )
 
 
-def with_host(device_seconds: float, kernels: float, constants: GpuConstants) -> float:
-    """Return the seconds of a micro-batch whose kernels the host launches while the device works."""
-    host, exponent = kernels * constants.launch_seconds, constants.host_exponent
-    if host <= 0:
+def with_host(device_seconds: float, host_seconds: float, constants: GpuConstants) -> float:
+    """Return the seconds of a micro-batch for which the host works while the device does: launches, hooks."""
+    exponent = constants.host_exponent
+    if host_seconds <= 0:
         return device_seconds
-    return float((device_seconds**exponent + host**exponent) ** (1 / exponent))
+    return float((device_seconds**exponent + host_seconds**exponent) ** (1 / exponent))

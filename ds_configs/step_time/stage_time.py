@@ -69,7 +69,7 @@ def setting_of(
 def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
     """Return the seconds of one micro-batch by term; communication counts as far as computation does not hide it."""
     strategy, job, software = setting.strategy, setting.job, setting.software
-    terms, ahead, kernels = _computation(setting, stage)
+    terms, ahead, host = _computation(setting, stage)
     recomputed = strategy.recomputed_layers(stage.num_layers)
     inside, waiting = exchanges(
         strategy,
@@ -88,11 +88,10 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
         waiting = 0.0
     terms |= inside
     device = sum(terms.values())
-    busy = with_host(device, kernels, setting.constants)
+    busy = with_host(device, host, setting.constants)
     terms["kernel_launches"] = busy - device + software.micro_batch_seconds
     # A deep queue on the device absorbs what hosts differ; where the host is the slower one, everybody waits for it.
-    launches = kernels * setting.constants.launch_seconds
-    terms["waiting_for_ranks"] = waiting * max(0.0, 1.0 - device / launches) if launches else 0.0
+    terms["waiting_for_ranks"] = waiting * max(0.0, 1.0 - device / host) if host else 0.0
     if strategy.pp > 1 and not software.overlaps_transfers:
         terms["pipeline_transfers"] = transfer_seconds(
             setting.hardware,
@@ -121,7 +120,7 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
 
 
 def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, float], float, float]:
-    """Return what the device computes by term, how much of it is the forward pass, and the kernels it takes."""
+    """Return what the device computes by term, how much of it is the forward pass, and what the host takes for it."""
     job, layers, software = setting.job, stage.num_layers, setting.software
     full = job.method == "full"
     forward, backward = layer_passes(
@@ -141,11 +140,14 @@ def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, floa
         "head_and_loss": head.device + head_back.device,
     }
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
+    host = (kernels + head.kernels + head_back.kernels) * setting.constants.launch_seconds
+    if setting.strategy.zero_stage == 3:
+        host += (2 * layers + recomputed) * setting.constants.zero3_hook_seconds
     ahead = layers * forward.device + head.device
     if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
         terms["teacher_forward"] = _teacher_seconds(setting, job.teacher)
         ahead += terms["teacher_forward"]
-    return terms, ahead, kernels + head.kernels + head_back.kernels
+    return terms, ahead, host
 
 
 def _teacher_seconds(setting: Setting, teacher: ModelSpec) -> float:

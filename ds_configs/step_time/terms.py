@@ -12,8 +12,8 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "the memory's bandwidth",
     "recomputation": "the forward pass of recomputed layers, once more",
     "head_and_loss": "embedding, final norm, output head and loss, forward and backward",
-    "kernel_launches": "what the host takes longer to launch kernels than the device to run them, and its own work for "
-    "each micro-batch",
+    "kernel_launches": "what the host takes longer to launch kernels, and to run the hooks of ZeRO-3, than the device "
+    "to run them, and its own work for each micro-batch",
     "waiting_for_ranks": "ranks that wait for the slowest host in collectives that nothing hides",
     "tensor_parallel": "all-reduces of TP: four in each layer, six where it is recomputed",
     "sequence_parallel": "all-to-alls of SP: queries, keys, values and outputs, forth and back",
