@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -60,12 +60,14 @@ class SampleStatistics:
 class Samples:
     """Samples of at most `seq_len` tokens; each a dict of `input_ids` and `labels`."""
 
-    train: list[Sample]
-    """To train on."""
+    train: Sequence[Sample]
+    """To train on: a list, or a dataset on disk."""
     evaluation: list[Sample]
     """Held out: rows of their own, none of which is trained on."""
     statistics: SampleStatistics
     """What was read."""
+    kept: Any = None
+    """Owner of the file of `train`, where it is one; the file ends with it."""
 
 
 def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
@@ -131,25 +133,27 @@ def load_samples(
         where = replace(where, limit=limit if where.limit is None else min(limit, where.limit))
     rows: list[Row] = list(read_rows(where, split=split, revision=revision))
     if text_column is not None:
-        rows = _only_text(source, rows, text_column)
-    kind = _kind(source, rows)
-    filled = [row for row in rows if _has_text(row, kind)]
+        check_text_column(source, rows, text_column)
+        rows = [{"text": row.get(text_column)} for row in rows]
+    kind = kind_of(source, rows)
+    filled = [row for row in rows if has_text(row, kind)]
     if not filled:
         rule = f"none of its {len(rows)} rows has any text"
         raise UsageError(Fault(where="dataset", value=source, rule=rule))
-    make = _text_maker(tokenizer, seq_len, packing) if kind == "text" else _turn_maker(tokenizer, seq_len, kind, source)
+    make = SampleMaker(tokenizer, seq_len, kind=kind, packing=packing, source=source)
     kept, held_out = _split_rows(filled, kind, seed, evaluation_fraction)
-    train, dropped = make(kept)
-    evaluation, _ = make(held_out)
+    train = list(make(kept))
+    unlabelled, cut = make.unlabelled, make.cut
+    evaluation = list(make(held_out))
     if not train:
-        raise UsageError(_nothing_left(source, seq_len, kind, filled))
+        raise UsageError(_nothing_left(source, seq_len, kind, len(filled)))
     statistics = SampleStatistics(
         source=source,
         kind=kind,
         rows=len(rows),
         empty_rows=len(rows) - len(filled),
-        unlabelled_rows=dropped.unlabelled,
-        cut_rows=dropped.cut,
+        unlabelled_rows=unlabelled,
+        cut_rows=cut,
         train_samples=len(train),
         evaluation_samples=len(evaluation),
         train_tokens=sum(len(sample["input_ids"]) for sample in train),
@@ -181,25 +185,17 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
     return batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    unlabelled: int = 0
-    cut: int = 0
-
-
-_Maker = Callable[[Sequence[Row]], tuple[list[Sample], _Dropped]]
-
-
-def _only_text(source: str, rows: list[Row], column: str) -> list[Row]:
+def check_text_column(source: str, rows: Sequence[Row], column: str) -> None:
+    """Raise a `UsageError` where the first row has no such column."""
     known = list(rows[0]) if rows else []
     if rows and column not in known:
         near = get_close_matches(column, known, n=1)
         fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
         raise UsageError(Fault(where="text_column", value=column, rule=f"is no column of {source}", fix=fix))
-    return [{"text": row.get(column)} for row in rows]
 
 
-def _kind(source: str, rows: Sequence[Row]) -> Kind:
+def kind_of(source: str, rows: Sequence[Row]) -> Kind:
+    """Return what rows hold, by the columns of the first."""
     if not rows:
         raise UsageError(Fault(where="dataset", value=source, rule="has no rows"))
     columns = list(rows[0])
@@ -217,13 +213,19 @@ def _messages(row: Row) -> Any:
     return next((row[name] for name in MESSAGE_COLUMNS if row.get(name)), None)
 
 
-def _has_text(row: Row, kind: Kind) -> bool:
+def has_text(row: Row, kind: Kind) -> bool:
+    """Tell whether a row holds anything to train on."""
     if kind == "messages":
         return isinstance(_messages(row), list)
     if kind == "prompt and completion":
         return bool(row.get("prompt")) and bool(row.get("completion"))
     text = row.get("text")
     return isinstance(text, str) and bool(text.strip())
+
+
+def digest_of(row: Row, seed: int) -> bytes:
+    """Return what decides the side of a row: equal rows have an equal one."""
+    return hashlib.sha256(f"{seed}\n{json.dumps(row, sort_keys=True, default=str)}".encode()).digest()
 
 
 def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tuple[list[Row], list[Row]]:
@@ -233,9 +235,7 @@ def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tupl
         text = rows[0]["text"]
         end = round(len(text) * (1 - fraction))
         return [{"text": text[:end]}], [{"text": text[end:]}]
-    digests = [
-        hashlib.sha256(f"{seed}\n{json.dumps(row, sort_keys=True, default=str)}".encode()).digest() for row in rows
-    ]
+    digests = [digest_of(row, seed) for row in rows]
     equal_rows, wanted, taken = Counter(digests), max(1, round(len(rows) * fraction)), set()
     # The last one stays, so that there is always something to train on.
     for digest in sorted(equal_rows)[:-1]:
@@ -247,16 +247,45 @@ def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tupl
     return kept, [row for row, digest in zip(rows, digests, strict=True) if digest in taken]
 
 
-def _text_maker(tokenizer: Any, seq_len: int, packing: bool) -> _Maker:
-    before, after = special_prefix(tokenizer), special_suffix(tokenizer)
+class SampleMaker:
+    """Samples of rows, made one by one; counts the rows whose labels are all masked, and those that were cut."""
 
-    def make(rows: Sequence[Row]) -> tuple[list[Sample], _Dropped]:
+    def __init__(self, tokenizer: Any, seq_len: int, *, kind: Kind, packing: bool, source: str) -> None:
+        self.unlabelled = self.cut = 0
+        self._tokenizer, self._seq_len, self._kind = tokenizer, seq_len, kind
+        self._packing, self._source = packing, source
+
+    def __call__(self, rows: Iterable[Row]) -> Iterator[Sample]:
+        """Yield samples of at most `seq_len` tokens; rows are taken as samples are asked for."""
+        return self._of_text(rows) if self._kind == "text" else self._of_turns(rows)
+
+    def _of_text(self, rows: Iterable[Row]) -> Iterator[Sample]:
+        tokenizer = self._tokenizer
+        before, after = special_prefix(tokenizer), special_suffix(tokenizer)
         documents = ([*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for row in rows)
-        pieces = joined_pieces(documents, seq_len) if packing else _pieces(documents, seq_len)
-        # Samples own their labels, so that masking one leaves the tokens alone.
-        return [{"input_ids": tokens, "labels": list(tokens)} for tokens in pieces], _Dropped()
+        for tokens in (joined_pieces if self._packing else _pieces)(documents, self._seq_len):
+            # Samples own their labels, so that masking one leaves the tokens alone.
+            yield {"input_ids": tokens, "labels": list(tokens)}
 
-    return make
+    def _of_turns(self, rows: Iterable[Row]) -> Iterator[Sample]:
+        for index, row in enumerate(rows):
+            ids, labels = self._encoded(row, index)
+            self.cut += len(ids) > self._seq_len
+            ids, labels = ids[: self._seq_len], labels[: self._seq_len]
+            # The first position has no predictor.
+            if any(label != IGNORED_LABEL for label in labels[1:]):
+                yield {"input_ids": ids, "labels": labels}
+            else:
+                self.unlabelled += 1
+
+    def _encoded(self, row: Row, index: int) -> tuple[list[int], list[int]]:
+        where = f"{self._source}[{index}]"
+        if self._kind == "messages":
+            return encode_chat(self._tokenizer, _messages(row), where=where)
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return encode_chat(self._tokenizer, [*prompt, *completion], first_labelled=len(prompt), where=where)
+        return encode_completion(self._tokenizer, str(prompt), str(completion))
 
 
 def _pieces(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
@@ -267,36 +296,10 @@ def _pieces(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]
                 yield tokens
 
 
-def _turn_maker(tokenizer: Any, seq_len: int, kind: Kind, source: str) -> _Maker:
-    def encode(row: Row, index: int) -> tuple[list[int], list[int]]:
-        where = f"{source}[{index}]"
-        if kind == "messages":
-            return encode_chat(tokenizer, _messages(row), where=where)
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return encode_chat(tokenizer, [*prompt, *completion], first_labelled=len(prompt), where=where)
-        return encode_completion(tokenizer, str(prompt), str(completion))
-
-    def make(rows: Sequence[Row]) -> tuple[list[Sample], _Dropped]:
-        samples, unlabelled, cut = [], 0, 0
-        for index, row in enumerate(rows):
-            ids, labels = encode(row, index)
-            cut += len(ids) > seq_len
-            ids, labels = ids[:seq_len], labels[:seq_len]
-            # The first position has no predictor.
-            if any(label != IGNORED_LABEL for label in labels[1:]):
-                samples.append({"input_ids": ids, "labels": labels})
-            else:
-                unlabelled += 1
-        return samples, _Dropped(unlabelled, cut)
-
-    return make
-
-
-def _nothing_left(source: str, seq_len: int, kind: Kind, rows: Sequence[Row]) -> Fault:
+def _nothing_left(source: str, seq_len: int, kind: Kind, rows: int) -> Fault:
     if kind == "text":
         rule = f"its text is shorter than one sample of seq_len = {seq_len} tokens"
         return Fault(where="dataset", value=source, rule=rule, fix="lower --seq-len or give more text")
     speaker = "the assistant" if kind == "messages" else "the completion"
-    rule = f"every label is masked: in none of {len(rows)} rows does {speaker} speak within seq_len = {seq_len} tokens"
+    rule = f"every label is masked: in none of {rows} rows does {speaker} speak within seq_len = {seq_len} tokens"
     return Fault(where="dataset", value=source, rule=rule, fix="raise --seq-len, or check the rows' roles")

@@ -74,8 +74,8 @@ def local_place(text: str | None) -> str | None:
     return next((name for name in (text, text.rpartition("#")[0]) if name and Path(name).exists()), None)
 
 
-def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
-    """Yield the rows of a source, at most its limit.
+def read_rows(source: Source, *, split: str, revision: str | None, streaming: bool = False) -> Iterator[Row]:
+    """Yield the rows of a source, at most its limit; of the Hub only as far as they are asked for where `streaming`.
 
     Raises:
         UsageError: nothing of that name, configuration or split exists, or a file cannot be read as rows.
@@ -88,7 +88,8 @@ def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[R
     elif source.is_local:
         rows = (row for path in _files(Path(source.name)) for row in _file_rows(path))
     else:
-        rows = _hub_rows(source, split=split, revision=revision)
+        streaming = streaming or source.limit is not None
+        rows = _hub_rows(source, split=split, revision=revision, streaming=streaming)
     return islice(rows, source.limit)
 
 
@@ -186,15 +187,13 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise UsageError(Fault(where="dataset", value=str(path), rule=f"is not readable Parquet ({detail})")) from None
 
 
-def _hub_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
-    """Stream a limited number of rows, so that a large dataset is not fetched for a few."""
+def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool) -> Iterator[Row]:
+    """Yield rows, fetched as they are wanted where `streaming`: a large dataset is not fetched for a few."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     try:
-        yield from load_dataset(
-            source.name, source.config, split=split, revision=revision, streaming=source.limit is not None
-        )
+        yield from load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)
     except DatasetNotFoundError as error:
         fix = f"check the id, log in for a gated one, or name a file, a directory or {PYTHON_HELP}"
         raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None

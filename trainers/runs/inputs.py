@@ -13,6 +13,7 @@ from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
+from ..data.streamed import streamed_samples
 from .settings import LaunchedSettings, is_without
 
 if TYPE_CHECKING:
@@ -58,8 +59,10 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
     return load_model_spec(teacher, revision=revision)
 
 
-def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
+def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None) -> Samples:
     """Return the samples of the dataset, and others to evaluate on: held out of it, or of a split or file of its own.
+
+    With a number of samples to train on the dataset is read no further, and its head is held out.
 
     Raises:
         UsageError: there is no text, or nothing is left to hold out.
@@ -75,17 +78,26 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
             "dataset_split": other_split or settings.dataset_split,
             "dataset_revision": settings.dataset_revision if other is None else None,
         }
-        found = stated_samples(whole, tokenizer)
-        held_out = stated_samples(whole.model_copy(update=named), tokenizer).train
+        found = _stated(whole, tokenizer, train_samples, evaluation_samples=0)
+        held_out = list(stated_samples(whole.model_copy(update=named), tokenizer).train)
         statistics = replace(found.statistics, evaluation_samples=len(held_out))
         return replace(found, evaluation=held_out, statistics=statistics)
-    found = stated_samples(settings, tokenizer)
+    found = _stated(settings, tokenizer, train_samples, evaluation_samples=settings.evaluation_samples)
     if not found.evaluation:
         share = f"{settings.evaluation_fraction:.0%}"
         rule = f"the {share} that is held out has no whole sample, where equal rows stay on one side"
         fix = "give more data, raise --evaluation-fraction or lower --seq-len"
         raise UsageError(Fault(where="dataset", value=settings.dataset, rule=rule, fix=fix))
     return found
+
+
+def _stated(
+    settings: LaunchedSettings, tokenizer: Any, train_samples: int | None, *, evaluation_samples: int
+) -> Samples:
+    if train_samples is None:
+        return stated_samples(settings, tokenizer)
+    counts = {"train_samples": train_samples, "evaluation_samples": evaluation_samples}
+    return streamed_samples(settings, tokenizer, **counts)
 
 
 def evenly_held_out(

@@ -183,8 +183,8 @@ def _write_samples(samples: Samples, work: Path) -> None:
 
     shown = is_progress_bar_enabled()
     disable_progress_bars()
-    Dataset.from_list(samples.train).save_to_disk(str(work / TRAIN_SAMPLES))
-    Dataset.from_list(samples.evaluation).save_to_disk(str(work / EVALUATION_SAMPLES))
+    for rows, name in ((samples.train, TRAIN_SAMPLES), (samples.evaluation, EVALUATION_SAMPLES)):
+        (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(work / name))
     if shown:
         enable_progress_bars()
 

@@ -10,11 +10,13 @@ from typing import Any
 from ...ds_configs.plan.files import edited_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
+from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import not_covered
 from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan as make_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, check_seq_len, load_config, load_tokenizer
+from ..data.samples import Samples
 from ..data.sources import local_place
 from ..runs.inputs import (
     chosen_hardware,
@@ -103,9 +105,9 @@ def prepare_train(
     if loaded is not None:
         with collecting(faults):
             tokenizer = _tokenizer(settings, model)
-    if tokenizer is not None and settings.dataset:
+    if tokenizer is not None and hardware is not None and settings.dataset:
         with collecting(faults):
-            samples = named_samples(settings, tokenizer)
+            samples = named_samples(settings, tokenizer, train_samples=_streamed_count(settings, given, hardware))
     if faults:
         raise UsageError(faults)
     assert hardware and loaded and tokenizer and samples, "what failed left a fault"
@@ -121,6 +123,8 @@ def prepare_train(
     if settings.arg.get("torch_compile"):
         notify(f"torch_compile is {not_covered('torch_compile')}")
     kept = evenly_held_out(samples, plan, settings, batch_size=at_once)
+    if settings.streaming:
+        notify(f"read {kept.statistics.rows:,} rows for {settings.max_steps:,} steps" + _too_few(kept, settings, plan))
     if cut := kept.statistics.cut_rows:
         notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")
     return PreparedTrain(settings=settings, model=model, plan=plan, samples=kept, tokenizer=tokenizer)
@@ -169,6 +173,22 @@ def _other_model_faults(plan: Plan, loaded: LoadedModel) -> list[Fault]:
         return []
     rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this one, or drop --plan"
     return [Fault(where="model", value=loaded.spec.name, rule=rule, fix=fix)]
+
+
+def _too_few(samples: Samples, settings: TrainSettings, plan: Plan) -> str:
+    count, wanted = samples.statistics.train_samples, _streamed_count(settings, plan, plan.hardware) or 0
+    return "" if count >= wanted else f": the dataset has {count:,} of {wanted:,} samples, which come again"
+
+
+def _streamed_count(settings: TrainSettings, given: Plan | None, hardware: HardwareSpec) -> int | None:
+    """Return the samples of all optimizer steps where the dataset is read no further; `None`: the whole of it."""
+    if not settings.streaming or settings.max_steps is None:
+        return None
+    batch = training_job(settings, hardware).global_batch_size
+    if given is not None:
+        batch = given.chosen.strategy.global_batch_size
+    assert batch is not None, "a training job of the settings has a batch"
+    return settings.max_steps * batch
 
 
 def _tokenizer(settings: TrainSettings, model: str) -> Any:

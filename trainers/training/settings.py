@@ -10,7 +10,14 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault
-from ...ds_configs.specs.settings import HardwareSettings, LayoutSettings, NamedValues, TrainingSettings, adapter_faults
+from ...ds_configs.specs.settings import (
+    HardwareSettings,
+    LayoutSettings,
+    NamedValues,
+    Settings,
+    TrainingSettings,
+    adapter_faults,
+)
 from ...plugins.transformers.training_arguments import unknown_argument_faults
 from ..runs.settings import LaunchedJob, LaunchedSettings, launched_faults
 
@@ -44,7 +51,18 @@ _PLANNED = frozenset(
 """Options whose values a plan holds."""
 
 
-class TrainSettings(LayoutSettings, LaunchedSettings):
+class StreamingSettings(Settings):
+    """How far a dataset is read."""
+
+    group = "Data"
+
+    streaming: bool = Field(
+        False,
+        description="Read rows only as far as --max-steps trains; the first ones make the --evaluation-samples",
+    )
+
+
+class TrainSettings(LayoutSettings, StreamingSettings, LaunchedSettings):
     """Every setting of `shardwright train`."""
 
     group = "Training"
@@ -73,6 +91,9 @@ def train_settings_faults(settings: TrainSettings) -> list[Fault]:
             Fault(where=name, value=getattr(settings, name), rule=rule, fix=fix)
             for name in sorted(_PLANNED & settings.model_fields_set)
         ]
+    if settings.streaming and settings.max_steps is None:
+        rule, fix = "reads no further than a training goes, whose length is not known", "give --max-steps"
+        faults.append(Fault(where="streaming", value=True, rule=rule, fix=fix))
     return faults + _argument_faults(settings.arg)
 
 

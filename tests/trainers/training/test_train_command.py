@@ -52,6 +52,11 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     shown = json.loads(found.out)
     assert not list(tmp_path.iterdir())
     assert shown["plan"]["chosen"]["strategy"]["pp"] == 2 and shown["plan"]["hardware"]["name"] == "2xCPU"
+    assert shown["dataset"]["rows"] == 8
+    found = train(model, *OUT, *DATA, "--dry-run", "--format", "json", "--streaming", "--max-steps", 2)
+    read = json.loads(found.out)["dataset"]
+    assert (read["rows"] < 8, read["train_samples"]) == (True, 2 * 32)
+    assert f"read {read['rows']} rows for 2 steps" in found.err
     assert {"out/REPORT.md", "out/training.png", "out/plan/plan.json"} <= set(shown["files"])
 
 
@@ -74,6 +79,7 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
         (("--lora-rank", 4), "lora_rank = 4: needs adapters"),
         (("--plan", "plan"), "plan = 'plan': no such file or directory"),
         (("--plan", "plan"), "seq_len = 32: is what the plan decides"),
+        (("--streaming",), "streaming = True: reads no further than a training goes"),
         (("--resume",), "output_dir = 'out': holds no checkpoint to resume from"),
         (("--hardware", "8xA100-80GB"), "needs 8 x A100-80GB on 1 node(s)"),
         (("--dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),

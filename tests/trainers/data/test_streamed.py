@@ -1,0 +1,66 @@
+"""Samples of a dataset that is read only as far as a training goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers.data.samples import load_samples
+from shardwright.trainers.data.settings import DataSettings
+from shardwright.trainers.data.streamed import streamed_samples
+
+ROWS = {
+    "text": [{"text": f"document {index} says hello"} for index in range(5000)],
+    "body": [{"body": f"document {index} says hello"} for index in range(5000)],
+    "chat": [{"prompt": f"question {index}", "completion": f"answer {index % 7}"} for index in range(5000)],
+}
+
+
+def written(place: Path, rows: list[dict[str, Any]]) -> str:
+    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(place)
+
+
+@pytest.mark.parametrize(("kind", "packing"), [("text", True), ("text", False), ("body", True), ("chat", True)])
+def test_they_are_those_of_the_rows_after_the_head(kind: str, packing: bool, tmp_path: Path) -> None:
+    tokenizer, words = byte_tokenizer(512), {"seq_len": 32, "packing": packing}
+    column = "body" if kind == "body" else None
+    settings = DataSettings(dataset=written(tmp_path / "all.jsonl", ROWS[kind]), text_column=column, **words)
+    found = streamed_samples(settings, tokenizer, train_samples=40, evaluation_samples=6)
+    assert (len(found.train), len(found.evaluation)) == (40, 6)
+    assert found.statistics.rows < 80
+    assert found.statistics.train_tokens == sum(len(sample["input_ids"]) for sample in found.train)
+
+    def of_rows(rows: list[dict[str, Any]], name: str) -> Any:
+        source = written(tmp_path / name, rows)
+        return load_samples(source, tokenizer, evaluation_fraction=0, text_column=column, **words).train
+
+    every = of_rows(ROWS[kind], "every.jsonl")
+    assert list(found.evaluation) == every[:6]
+    # The head ends with the row of its last sample, whose remainder is trained on by nobody.
+    whole = next(count for count in range(6, 80) if len(of_rows(ROWS[kind][:count], "head.jsonl")) >= 6)
+    assert list(found.train) == of_rows(ROWS[kind][whole:], "rest.jsonl")[:40]
+
+
+def test_rows_of_the_head_are_not_trained_on_when_they_come_again(tmp_path: Path) -> None:
+    rows = [*ROWS["chat"][:4], *ROWS["chat"][:4], {"prompt": "", "completion": ""}, ROWS["chat"][9]]
+    settings = DataSettings(dataset=written(tmp_path / "rows.jsonl", rows), seq_len=64)
+    found = streamed_samples(settings, byte_tokenizer(512), train_samples=40, evaluation_samples=4)
+    assert (len(found.train), found.statistics.rows, found.statistics.empty_rows) == (1, 10, 1)
+    place = Path(found.kept.name)
+    assert place.is_dir()
+    del found
+    assert not place.exists()
+
+
+def test_what_is_wrong_names_the_way_out(tmp_path: Path) -> None:
+    settings = DataSettings(dataset=written(tmp_path / "rows.jsonl", ROWS["chat"][:5]), seq_len=64)
+    counts = {"train_samples": 9, "evaluation_samples": 5}
+    with pytest.raises(UsageError, match="ends after 5 rows, before there is a sample"):
+        streamed_samples(settings, byte_tokenizer(512), **counts)
+    with pytest.raises(UsageError, match="text_column = 'promt': is no column of .* did you mean prompt"):
+        streamed_samples(settings.model_copy(update={"text_column": "promt"}), byte_tokenizer(512), **counts)
