@@ -52,7 +52,7 @@ _PLANNED = frozenset(
 
 
 class StreamingSettings(Settings):
-    """How far a dataset is read."""
+    """Extent to which a dataset is read."""
 
     group = "Data"
 

@@ -62,5 +62,5 @@ def test_what_is_wrong_names_the_way_out(tmp_path: Path) -> None:
     counts = {"train_samples": 9, "evaluation_samples": 5}
     with pytest.raises(UsageError, match="ends after 5 rows, before there is a sample"):
         streamed_samples(settings, byte_tokenizer(512), **counts)
-    with pytest.raises(UsageError, match="text_column = 'promt': is no column of .* did you mean prompt"):
+    with pytest.raises(UsageError, match=r"text_column = .promt.: is no column of .* did you mean prompt"):
         streamed_samples(settings.model_copy(update={"text_column": "promt"}), byte_tokenizer(512), **counts)
