@@ -142,4 +142,4 @@ def _dataset_windows(request: TextRequest, tokenizer: Any, seq_len: int, stride:
     if stride != seq_len:
         rule = f"joins documents of plain text, and {request.dataset} has {samples.statistics.kind}"
         raise UsageError(Fault(where="--stride", value=stride, rule=rule, fix="leave it out"))
-    return samples.train
+    return list(samples.train)
