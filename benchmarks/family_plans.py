@@ -65,8 +65,13 @@ CLASSES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
 }
 """Classes by model type; every one in its default size."""
-METERED = ("granite", "olmo2", "starcoder2", "gemma", "smollm3", "glm4", "arcee")
-"""Families whose shrunken model is trained under ZeRO-2 on two CPU ranks; five others are in `memory_accuracy.py`."""
+SEQ_LEN_TOKENS = 256
+RUNS = {
+    "zero2 full": "ZeRO-2, all weights",
+    "zero2 lora": "ZeRO-2, adapters",
+    "zero3 full": "ZeRO-3, all weights",
+    "zero3 lora": "ZeRO-3, adapters",
+}
 
 
 def default_config(model_type: str, architecture: str) -> dict[str, Any]:
@@ -112,59 +117,90 @@ def planned(path: Path) -> dict[str, Any]:
     return found | {"cold": seconds[0], "warm": seconds[1]}
 
 
-def metered(families: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return the metered and the predicted bytes of a shrunken model of each family, by class."""
-    cases = [
-        AttentionCase(
-            model=family,
-            layout="zero2",
-            precision="bf16",
-            accumulation=1,
-            checkpointing=False,
-            offload="none",
-            ranks=2,
-            method="full",
-            attention="sdpa",
-            seq_len_tokens=256,
-        )
-        for family in families
-    ]
-    found = {}
-    for record in measure_cases(cases, worker_file="memory_worker.py"):
-        case = AttentionCase(**record["case"])
-        terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
-        predicted = max(sum(terms[name].values()) for name in terms if name != "init")
-        found[CLASSES[case.model]] = {"metered_bytes": record["peak_bytes"], "predicted_bytes": predicted}
+def cases_of(families: Sequence[str]) -> list[AttentionCase]:
+    """Return four runs of a shrunken model of each family: ZeRO-2 and ZeRO-3, all weights and adapters."""
+    import transformers
+
+    cases = []
+    for family in families:
+        attention = "sdpa" if getattr(transformers, CLASSES[family])._supports_sdpa else "eager"
+        cases += [
+            AttentionCase(
+                model=family,
+                layout=layout,
+                precision="bf16",
+                accumulation=1,
+                checkpointing=False,
+                offload="none",
+                ranks=2,
+                method=method,
+                attention=attention,
+                seq_len_tokens=SEQ_LEN_TOKENS,
+                architecture=CLASSES[family],
+            )
+            for layout in ("zero2", "zero3")
+            for method in ("full", "lora")
+        ]
+    return cases
+
+
+def metered(families: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the metered and the predicted bytes of shrunken models, by class and layout."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in measure_cases(cases_of(families), worker_file="memory_worker.py"):
+        run = f"{record['case']['layout']} {record['case']['method']}"
+        values = {name: record[name] for name in ("peak_bytes", "failed") if name in record}
+        found.setdefault(record["case"]["architecture"], {})[run] = values
     return found
+
+
+def predicted_bytes(family: str, run: str) -> int:
+    """Return the prediction of one of the metered runs."""
+    layout, method = run.split()
+    case = next(case for case in cases_of([family]) if (case.layout, case.method) == (layout, method))
+    terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+    return max(sum(terms[name].values()) for name in terms if name != "init")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the families as Markdown."""
-    lines = [
-        "| class | parameters | of the built class | first plan | again | activations | metered | chosen | legal |"
-    ]
-    lines.append("|---|--:|--:|--:|--:|---|---|---|---|")
+    lines = ["| class | parameters | of the built class | first plan | again | activations | chosen | legal |"]
+    lines.append("|---|--:|--:|--:|--:|---|---|---|")
     for row in rows:
         same = "the same" if row["built"] == row["parameters"] else f"{row['built']:,}"
         lines.append(
             f"| {row['class']} | {row['parameters']:,} | {same} | {row['cold']:.2f} s | {row['warm']:.2f} s | "
-            f"{row['source']} | {_metered_shown(row)} | {row['chosen']} | {', '.join(row['legal'])} |"
+            f"{row['source']} | {row['chosen']} | {', '.join(row['legal'])} |"
         )
     return "\n".join(lines)
 
 
-def _metered_shown(row: dict[str, Any]) -> str:
-    if "metered_bytes" not in row:
-        return ""
-    error = row["predicted_bytes"] / row["metered_bytes"] - 1
-    return f"{row['metered_bytes'] / 1e6:.1f} MB, {error:+.1%}"
+def metered_rows(rows: Sequence[dict[str, Any]]) -> tuple[str, dict[str, list[float]]]:
+    """Return what was metered beside what is predicted now as Markdown, and the errors by source of activations."""
+    types = {architecture: family for family, architecture in CLASSES.items()}
+    lines = ["| class | activations | " + " | ".join(RUNS.values()) + " |", "|---|---" + "|--:" * len(RUNS) + "|"]
+    errors: dict[str, list[float]] = {"stored": [], "upper bound": []}
+    for row in rows:
+        cells = []
+        for run in RUNS:
+            found = row.get("metered", {}).get(run, {})
+            if "peak_bytes" not in found:
+                cells.append(found.get("failed", ""))
+                continue
+            error = predicted_bytes(types[row["class"]], run) / found["peak_bytes"] - 1
+            errors[row["source"]].append(error)
+            cells.append(f"{found['peak_bytes'] / 1e6:.1f} MB, {error:+.1%}")
+        if any(cells):
+            lines.append(f"| {row['class']} | {row['source']} | {' | '.join(cells)} |")
+    return "\n".join(lines), errors
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """Return docs/measurements/family_plans.md."""
     exact = sum(row["built"] == row["parameters"] for row in rows)
-    pairs = [(row["predicted_bytes"], row["metered_bytes"]) for row in rows if "metered_bytes" in row]
-    errors = [abs(predicted / metered - 1) for predicted, metered in pairs]
+    lines, errors = metered_rows(rows)
+    stored, bounded = [abs(error) for error in errors["stored"]], errors["upper bound"]
+    families = sum(bool(row.get("metered")) and row["source"] == "stored" for row in rows)
     slowest = max(rows, key=lambda row: row["warm"])
     return f"""# Plans of families
 
@@ -174,14 +210,30 @@ The default configuration of {len(rows)} classes, full training on `{HARDWARE}`.
 The first plan of a class builds it there and loads its module; the slowest second plan takes
 {slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are those of one slow core, without waiting for others.
 
-Activations are *stored* where traced coefficients of the family ship with the package, as metered in
-[memory](memory.md), and an *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)).
-[How a family is added](../guides/add_a_family.md). Legal are engines and axes of the layouts that were weighed.
-*Metered* is the peak of a rank that trains a shrunken model (4 layers, sequences of 256 tokens) under ZeRO-2 on two CPU
-ranks, and the error of its prediction: {len(errors)} families, mean {mean(errors):.2%}, worst {max(errors):.2%}.
+Activations are *stored* where traced coefficients of the family ship with the package, and an *upper bound* from the
+model's structure elsewhere ([how](../explain/memory.md)). [How a family is added](../guides/add_a_family.md).
+Legal are engines and axes of the layouts that were weighed.
 
 {table(rows)}
+
+## Metered
+
+A shrunken model of each family (widths of 256, sequences of {SEQ_LEN_TOKENS} tokens, bf16, no dropout) trains on two
+CPU ranks through the stock Trainer with the byte meter on, under ZeRO-2 and ZeRO-3, all its weights or adapters on
+every linear layer; a cell is the peak of the fullest rank, and the error of its prediction.
+`python benchmarks/family_plans.py --meter --write` trains them again.
+
+Stored: {families} families, {len(stored)} runs, MAPE {mean(stored or [0.0]):.2%}, worst {max(stored, default=0.0):.2%}.
+{_bounded(bounded)}
+
+{lines}
 """
+
+
+def _bounded(errors: Sequence[float]) -> str:
+    if not errors:
+        return ""
+    return f"Upper bound: {len(errors)} runs, {min(errors):+.0%} to {max(errors):+.0%}, which a bound may be."
 
 
 def main() -> None:
@@ -191,11 +243,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--meter", action="store_true", help="train the families that can be, in place of planning")
     options = parser.parse_args()
+    found = metered(options.families or list(CLASSES)) if options.meter else {}
     known = {row["class"]: row for row in json.loads(FOUND.read_text(encoding="utf-8"))} if FOUND.exists() else {}
     if options.meter:
-        for architecture, values in metered(options.families or METERED).items():
-            known[architecture] |= values
-            print(architecture, _metered_shown(known[architecture]), flush=True)
+        for architecture, runs in found.items():
+            known[architecture]["metered"] = known[architecture].get("metered", {}) | runs
+            print(metered_rows([known[architecture]])[0].splitlines()[-1], flush=True)
     with tempfile.TemporaryDirectory() as directory:
         for model_type in () if options.meter else options.families or CLASSES:
             path, architecture = Path(directory) / "config.json", CLASSES[model_type]

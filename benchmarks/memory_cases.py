@@ -56,6 +56,150 @@ MODELS: dict[str, dict[str, Any]] = {
 """GPT-2 trains without dropout: the fused CUDA kernel keeps one byte per element where the CPU keeps more."""
 DECODER: Mapping[str, Any] = {**_DECODER, "head_dim": 32, "pad_token_id": 0}
 """Sizes of a family that names them as Llama does, and is outside of the grid."""
+_ENCODER = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 4096,
+    "max_position_embeddings": 520,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 0,
+}
+_VISION = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "image_size": 120,
+    "patch_size": 8,
+    "hidden_dropout_prob": 0.0,
+}
+_ROUTED = {**DECODER, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "bert": _ENCODER,
+    "roberta": _ENCODER,
+    "deberta-v2": _ENCODER,
+    "distilbert": {
+        "dim": 256,
+        "hidden_dim": 704,
+        "n_layers": 4,
+        "n_heads": 8,
+        "vocab_size": 4096,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "t5": {
+        "d_model": 256,
+        "d_kv": 32,
+        "d_ff": 704,
+        "num_layers": 4,
+        "num_decoder_layers": 4,
+        "num_heads": 8,
+        "vocab_size": 4096,
+        "dropout_rate": 0.0,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+    },
+    "opt": {
+        "hidden_size": 256,
+        "word_embed_proj_dim": 256,
+        "ffn_dim": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "dropout": 0.0,
+    },
+    "gpt_neox": {**_DECODER, "num_key_value_heads": None},
+    "falcon": {
+        "hidden_size": 256,
+        "ffn_hidden_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 4096,
+    },
+    "bloom": {"hidden_size": 256, "n_layer": 4, "n_head": 8, "vocab_size": 4096},
+    "qwen3_moe": {**_ROUTED, "num_experts": 4},
+    "deepseek_v2": {
+        **_ROUTED,
+        "num_key_value_heads": 8,
+        "head_dim": 16,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 96,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+    "deepseek_v3": {
+        **_ROUTED,
+        "num_key_value_heads": 8,
+        "head_dim": 16,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 96,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+    "gpt_oss": {
+        **DECODER,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 256,
+        "sliding_window": 512,
+    },
+    "llama4_text": {**DECODER, "num_local_experts": 4, "intermediate_size": 256, "intermediate_size_mlp": 704},
+    "qwen3_next": {
+        **_ROUTED,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 256,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
+    "mamba": {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 4096, "state_size": 16},
+    "whisper": {
+        "d_model": 256,
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 704,
+        "decoder_ffn_dim": 704,
+        "num_mel_bins": 40,
+        "max_source_positions": 250,
+        "max_target_positions": 300,
+        "vocab_size": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
+    "vit": _VISION,
+    "clip": {
+        "text_config": {**_ENCODER, "eos_token_id": 2, "projection_dim": 128},
+        "vision_config": {**_VISION, "projection_dim": 128},
+        "projection_dim": 128,
+    },
+    "gemma3": {
+        "text_config": {**DECODER, "sliding_window": 512},
+        "vision_config": _VISION,
+        "mm_tokens_per_image": 25,
+        "image_token_index": 4095,
+    },
+    "cohere": {**DECODER, "num_key_value_heads": 4},
+}
+"""Sizes of families that name them their own way."""
 
 
 def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
@@ -145,15 +289,19 @@ class AttentionCase(Case):
 
     attention: str
     seq_len_tokens: int
+    architecture: str = ""
+    """Class that is trained; empty for the causal language model of the type."""
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.layout}-{self.precision}-{self.attention}-{self.seq_len_tokens}"
+        words = (self.model, self.layout, self.precision, self.attention, str(self.seq_len_tokens))
+        return "-".join([*words, *([self.method] if self.architecture else [])])
 
     @property
     def config(self) -> dict[str, Any]:
-        sizes = MODELS.get(self.model, DECODER)
-        return {"model_type": self.model, **sizes, "attn_implementation": self.attention}
+        sizes = MODELS.get(self.model) or FAMILIES.get(self.model) or DECODER
+        named = {"architectures": [self.architecture]} if self.architecture else {}
+        return {"model_type": self.model, **sizes, **named, "attn_implementation": self.attention}
 
     def spec(self) -> ModelSpec:
         return replace(spec_of(self.config, self.model), attention=self.attention)

@@ -23,15 +23,20 @@ def main(cases_file: Path, output: Path) -> None:
 
     cases = [case_of(values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
     for case in cases:
-        reading = measure(case)
-        record = asdict(reading) | {"case": asdict(case), "peak_bytes": reading.peak_bytes}
+        record: dict[str, Any] = {"case": asdict(case)}
+        try:
+            reading = measure(case)
+            record |= asdict(reading) | {"peak_bytes": reading.peak_bytes}
+        except Exception as error:
+            # A class that cannot be trained so fails on all ranks alike; the other cases go on.
+            record["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         peaks: list[Any] = [None] * case.ranks
         torch.distributed.all_gather_object(peaks, record)
         if os.environ["RANK"] == "0":
-            fullest = max(peaks, key=lambda found: found["peak_bytes"])
+            fullest = max(peaks, key=lambda found: found.get("peak_bytes", 0))
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(fullest) + "\n")
-            print("measured", case.name, flush=True)
+            print("measured", case.name, fullest.get("failed", ""), flush=True)
         forget_last_run()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,13 @@ from shardwright.plugins.transformers.training_arguments import training_argumen
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     Trainer,
     default_data_collator,
     set_seed,
@@ -59,7 +66,8 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
         if job.method == "qlora":
             model = _four_bit_model(model_config, dtype, strategy.engine)
         else:
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+            auto_class = _auto_class(plan.model.architecture, model_config)
+            model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False)
         if job.method != "full":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
         trainer = _trainer(plan, arguments, model)
@@ -91,8 +99,25 @@ def _four_bit_model(config: Any, dtype: torch.dtype, engine: str) -> Any:
         return place_for_division(model) if is_divided(engine) else model
 
 
+def _auto_class(architecture: str, config: Any) -> Any:
+    """Return the auto class that builds the architecture."""
+    classes = (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+        AutoModelForImageClassification,
+        AutoModelForImageTextToText,
+        AutoModel,
+    )
+    built = {auto: auto._model_mapping.get(type(config), None) for auto in classes}
+    return next(auto for auto, made in built.items() if made is not None and made.__name__ == architecture)
+
+
 def _trainer(plan: Plan, arguments: Any, model: Any) -> Trainer:
-    inputs = {"train_dataset": _samples(plan), "data_collator": default_data_collator}
+    config = model.config if hasattr(model, "config") else model.get_base_model().config
+    collator = partial(_collated, contrastive=plan.model.task == "contrastive")
+    inputs = {"train_dataset": _samples(plan, config), "data_collator": collator}
     strategy = plan.chosen.strategy
     if strategy.pp == 1:
         return Trainer(model=model, args=arguments, **inputs)
@@ -126,8 +151,27 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return settings
 
 
-def _samples(plan: Plan) -> list[dict[str, torch.Tensor]]:
+def _samples(plan: Plan, config: Any) -> list[dict[str, torch.Tensor]]:
+    """Random text, images or sound, as the model reads them."""
     generator = torch.Generator().manual_seed(0)
-    shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
-    tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)
-    return [{"input_ids": sample, "labels": sample} for sample in tokens]
+    count = plan.chosen.strategy.global_batch_size * STEPS
+    words = plan.model.dimensions.vocab_size
+    tokens = torch.randint(3, max(words, 4), (count, plan.job.seq_len_tokens), generator=generator)
+    vision = getattr(config, "vision_config", config)
+    columns = {"input_ids": tokens, "labels": tokens}
+    if plan.model.task == "seq2seq" and hasattr(config, "num_mel_bins"):
+        frames = (count, config.num_mel_bins, 2 * config.max_source_positions)
+        columns = {"input_features": torch.randn(frames, generator=generator), "labels": tokens}
+    elif hasattr(vision, "image_size"):
+        pixels = (count, vision.num_channels, vision.image_size, vision.image_size)
+        columns["pixel_values"] = torch.randn(pixels, generator=generator)
+        if plan.model.task == "contrastive":
+            del columns["labels"]
+        elif not words:
+            columns = {"pixel_values": columns["pixel_values"], "labels": torch.zeros(count, dtype=torch.int64)}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _collated(samples: list[dict[str, torch.Tensor]], *, contrastive: bool) -> dict[str, Any]:
+    batch = default_data_collator(samples)
+    return batch | {"return_loss": True} if contrastive else batch

@@ -41,7 +41,9 @@ def config(tmp_path: Path, **values: Any) -> str:
 def test_an_added_family_is_traced_and_written(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     derive, before = activation_trace.derive_coefficients, data.read_text()
     monkeypatch.setattr(activation_trace, "attention_paths", lambda *_: ("fused",))
-    monkeypatch.setattr(add_family, "derive_coefficients", lambda *a, **k: derive(*a, modes=("bf16",), **k))
+    monkeypatch.setattr(
+        add_family, "derive_coefficients", lambda name: derive(name, modes=("bf16",), adapters=("none",))
+    )
     assert add_family.add_family(config(tmp_path), data=data) == "granite"
     added = json.loads(data.read_text())["tables"].pop("granite")
     known = json.loads(activation_trace.ADDED_PATH.read_text())["tables"]["granite"]
@@ -57,7 +59,7 @@ def test_bytes_that_are_not_linear_leave_the_data_alone(
 
     before = data.read_text()
     monkeypatch.setattr(add_family, "derive_coefficients", fails)
-    monkeypatch.setattr(add_family.add_family, "__kwdefaults__", {"data": data})
+    monkeypatch.setattr(add_family.add_family, "__kwdefaults__", {"data": data, "kinds_data": data})
     assert add_family.main([config(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: granite: not linear in its sizes\n"
     assert data.read_text() == before
@@ -67,9 +69,9 @@ def test_bytes_that_are_not_linear_leave_the_data_alone(
     ("values", "rule"),
     [
         ({"model_type": "qwen3", "head_dim": 8}, "is stored; python tools/activation_trace.py --write qwen3"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "only causal language models"),
+        ({"model_type": "electra", "architectures": ["ElectraForMaskedLM"]}, "only causal language models"),
         ({"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}, "is a mixture of experts"),
-        ({"model_type": "gpt_neox", "num_key_value_heads": 4}, "has no num_key_value_heads of its own"),
+        ({"model_type": "persimmon"}, "has no num_key_value_heads of its own"),
         ({"num_hidden_layers": -1}, "must be an integer from 1"),
     ],
 )

@@ -63,7 +63,9 @@ def test_planning_floor_loads_no_heavy_library_anywhere():
 
 def test_upper_floors_load_heavy_libraries_inside_functions():
     """`shardwright --help` and planning stay fast only if no module pulls torch in when it is imported."""
-    workers = re.compile(r"activations/(worker|meter|run|fit|families)|byte_meter|trainer_phases|_callback|/callback")
+    workers = re.compile(
+        r"activations/(worker|meter|run|fit|families|kinds)|byte_meter|trainer_phases|_callback|/callback"
+    )
     # A subclass needs its base when the module loads; nobody imports these before they are used.
     subclasses = re.compile(
         r"trainer\.py|deepspeed_pipeline/(stage|module)\.py|self_teacher|contrastive|formats/(transformers_quantizer|vllm_loader)|qat/(callback|rounding/layers|rounding/\w+_linear)\.py"

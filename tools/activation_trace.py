@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
+from shardwright.ds_configs.memory.activation_kinds import KINDS_FILE
 from shardwright.ds_configs.memory.activations import ADDED_FILE, DATA_FILE, Adapter, Mode
 from shardwright.plugins.activations.request import trace_model
 
@@ -17,6 +18,7 @@ __all__ = ["derive_coefficients", "main", "trace_model"]
 
 DATA_PATH = Path(__file__).parents[1] / "ds_configs" / "data" / DATA_FILE
 ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)
+KINDS_PATH = DATA_PATH.with_name(KINDS_FILE)
 VERSIONED_PACKAGES = ("torch", "transformers", "peft")
 
 
@@ -31,8 +33,8 @@ def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
     return ("fused",) if mode == "bf16_autocast" and adapter != "none" else ("fused", "masked", *eager)
 
 
-def is_stored(family: str, adapter: Adapter) -> bool:
-    """Whether a table is possible and worth its size: adapters on families added later count as full training.
+def is_stored(family: str, mode: Mode, adapter: Adapter, attention: str) -> bool:
+    """Whether a table is possible and worth its size: of adapters on families added later, the common case alone.
 
     PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix, so
     bytes then grow with the weights and are not linear in the features.
@@ -40,7 +42,7 @@ def is_stored(family: str, adapter: Adapter) -> bool:
     from shardwright.plugins.activations.families import FIRST, MIXTURES
 
     if family not in FIRST:
-        return adapter == "none"
+        return adapter == "none" or (mode, adapter, attention) == ("bf16", "lora_all_linear", "fused")
     return adapter != "lora_all_linear" or family not in MIXTURES
 
 
@@ -59,17 +61,14 @@ def derive_coefficients(
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    return {
-        mode: {
-            adapter: {
-                attention: derive_table(family, mode=mode, adapter=adapter, attention=attention)
-                for attention in attention_paths(mode, adapter)
-            }
-            for adapter in adapters
-            if is_stored(family, adapter)
-        }
-        for mode in modes
-    }
+    tables: dict[str, Any] = {}
+    for mode in modes:
+        for adapter in adapters:
+            for attention in attention_paths(mode, adapter):
+                if is_stored(family, mode, adapter, attention):
+                    table = derive_table(family, mode=mode, adapter=adapter, attention=attention)
+                    tables.setdefault(mode, {}).setdefault(adapter, {})[attention] = table
+    return tables
 
 
 def main(arguments: list[str]) -> int:

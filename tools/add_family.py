@@ -2,8 +2,9 @@
 
 Traces the model class of a `config.json` at small sizes, on one CPU process, in every precision and with every kind of
 attention, and solves for integer coefficients that explain each traced byte, spare shapes included. What is written is
-`ds_configs/data/added_activations.json`, from which the tests of all families take it up. A family that does not fit is
-refused, and keeps the upper bound from its structure.
+`ds_configs/data/added_activations.json`, from which the tests of all families take it up; of a class that is described
+in `plugins/activations/kind_families.py`, coefficients of each kind of layer, in `kind_activations.json`. A family that
+does not fit is refused, and keeps the upper bound from its structure.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from shardwright.tools.activation_trace import ADDED_PATH, derive_coefficients, render
+from shardwright.tools.activation_trace import ADDED_PATH, KINDS_PATH, VERSIONED_PACKAGES, derive_coefficients, render
 
 if TYPE_CHECKING:
     from shardwright.plugins.planning.models import LoadedModel
@@ -44,27 +46,40 @@ def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
     return [fault(f"has no {', '.join(missing)} of its own in its configuration")] if missing else []
 
 
-def add_family(config: str, *, data: Path = ADDED_PATH) -> str:
+def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS_PATH) -> str:
     """Derive the coefficients of a model's family, write them, and return its `model_type`.
 
     Raises:
         UsageError: the family is stored, or cannot be traced like Llama.
         TraceError: its bytes are not linear in its sizes; nothing is written.
     """
+    from shardwright.plugins.activations.kind_families import KIND_FAMILIES
     from shardwright.plugins.planning.models import load_model_spec
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     loaded = load_model_spec(config)
+    if loaded.spec.architecture in KIND_FAMILIES:
+        from shardwright.plugins.activations.kinds import derive_kind_family
+
+        stored = json.loads(kinds_data.read_text(encoding="utf-8"))
+        stored["families"][loaded.spec.architecture] = derive_kind_family(loaded.spec.architecture)
+        stored["versions"] = {name: version(name) for name in VERSIONED_PACKAGES}
+        _write(kinds_data, stored)
+        return loaded.spec.model_type
     stored = json.loads(data.read_text(encoding="utf-8"))
     if faults := family_faults(loaded, stored):
         raise UsageError(faults)
     family = loaded.spec.model_type
-    stored["tables"][family] = derive_coefficients(family, adapters=("none",))
-    written = data.with_suffix(".new")
-    written.write_text(render(stored), encoding="utf-8")
-    written.replace(data)
+    stored["tables"][family] = derive_coefficients(family)
+    _write(data, stored)
     return family
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    written = path.with_suffix(".new")
+    written.write_text(render(content), encoding="utf-8")
+    written.replace(path)
 
 
 def main(arguments: list[str]) -> int:
@@ -77,8 +92,8 @@ def main(arguments: list[str]) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
-    print(f"{family}: written to {ADDED_PATH}")
-    print(f"Next: pytest tests/ds_configs/memory/test_activations.py -k {family}")
+    print(f"{family}: written to {ADDED_PATH.parent}")
+    print(f"Next: pytest tests/ds_configs/memory -k {family}")
     return 0
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..specs.errors import UsageError
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
-from .activation_bound import bounded_activations
+from .activation_bound import BOUND_SOURCE, bounded_activations
+from .activation_kinds import estimate_kinds
 from .activations import (
     ActivationEstimate,
     Adapter,
     Attention,
     Mode,
     UnknownFamilyError,
+    attention_path,
     estimate_activations,
     load_coefficients,
 )
@@ -31,6 +34,17 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
     def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
+        rank = 0 if adapter == "none" else job.lora_rank
+        if not _has_family(model):
+            return estimate_kinds(
+                model,
+                micro_batch_size=micro_batch_size,
+                seq_len_tokens=job.seq_len_tokens,
+                mode=mode,
+                adapter=adapter,
+                lora_rank=rank,
+                attention=attention_path(model.dimensions, mode, attention),
+            )
         return estimate_activations(
             family=model.model_type,
             dimensions=model.dimensions,
@@ -38,24 +52,23 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             seq_len_tokens=job.seq_len_tokens,
             mode=mode,
             adapter=adapter,
-            lora_rank=0 if adapter == "none" else job.lora_rank,
+            lora_rank=rank,
             chunked_loss=job.loss == "chunked",
             attention=attention,
         )
 
     def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
-        if not _has_coefficients(model):
-            return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
-        try:
-            return estimate(micro_batch_size, mode, adapter_name(job))
-        except UnknownFamilyError:
-            # Full training keeps at least what adapters on frozen weights keep.
-            full = estimate(micro_batch_size, mode, "none")
-            if mode != "bf16_autocast" or job.method == "full":
-                return full
+        for adapter in _profiles(job):
+            try:
+                found = estimate(micro_batch_size, mode, adapter)
+            except UnknownFamilyError:
+                continue
+            if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
+                return found
             # Under autocast the frozen weights are 16-bit and only the adapters are copied.
-            copies = full.autocast_weight_copy_bytes_per_parameter
+            copies = found.autocast_weight_copy_bytes_per_parameter
             return replace(estimate(micro_batch_size, "bf16", "none"), autocast_weight_copy_bytes_per_parameter=copies)
+        return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
 
     return source
 
@@ -85,20 +98,24 @@ def outside_without_norm(
 
 def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
     """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
-    if not _has_coefficients(model):
-        return False
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
     source = cached_activations(model, job)
     try:
-        for mode in modes:
-            source(1, mode)
-    except UnknownFamilyError:
+        return not any(source(1, mode).source.startswith(BOUND_SOURCE) for mode in modes)
+    except UsageError:
         return False
-    return True
 
 
-def _has_coefficients(model: ModelSpec) -> bool:
+def _has_family(model: ModelSpec) -> bool:
+    """Whether tables by the model's dimensions are stored; others are by the kinds of its layers."""
     return model.task == "causal_lm" and model.model_type in load_coefficients()["tables"]
+
+
+def _profiles(job: TrainingJob) -> tuple[Adapter, ...]:
+    """Return the profiles that bound what the job keeps, closest first: each keeps at least what those before do."""
+    asked = adapter_name(job)
+    order: tuple[Adapter, ...] = ("lora_attention", "lora_all_linear", "none")
+    return order[order.index(asked) :]
 
 
 def adapter_name(job: TrainingJob) -> Adapter:

@@ -89,6 +89,8 @@ class ModelSpec:
     """The kinds of layers that `config.json` names, each once; empty where it names none."""
     attention: str | None = None
     """The attention implementation that `config.json` asks for; `None` leaves it to transformers (sdpa)."""
+    settings: tuple[tuple[str, bool | int | float | str], ...] = ()
+    """Plain values of the configuration by their (dotted) names; empty where a closed form counts the model."""
     rope_type: str = ""
     """How `config.json` scales rotary angles; empty for the plain ones."""
     source: Literal["config", "meta", "structure"]

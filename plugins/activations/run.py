@@ -68,6 +68,18 @@ def _widen(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerPhases:
+    """Live activation bytes around one layer."""
+
+    end: int
+    """Live when its forward pass has ended."""
+    forward: list[int]
+    """After each operator of its forward pass, beyond what lived when it started."""
+    backward: list[int]
+    """After each operator from the gradient of its output to that of the layer before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phases:
     """Live activation bytes of one training step, without parameters, their gradients and their copies."""
 
@@ -87,6 +99,8 @@ class Phases:
     """After each operator of the whole backward."""
     weight_copy_bytes: int
     """Copies of parameters in another element type that live when the output head starts."""
+    by_layer: list[LayerPhases]
+    """Each layer's own, in the order of execution."""
 
 
 def _forward(model: torch.nn.Module, inputs: Mapping[str, Any], mode: Mode) -> torch.Tensor:
@@ -190,6 +204,15 @@ def _cut(recording: Recording, parameters: list[torch.Tensor], gradients: set[in
             spans[current].append(live)
     copies = dict(entry for entry in recording.replay(gradients) if entry[0])
     names = list(spans)
+    by_layer = [
+        LayerPhases(
+            end=marks[name],
+            forward=[live - marks[name.removesuffix(" end")] for live in spans[name.removesuffix(" end")]],
+            backward=spans.get(f"gradient {name.split()[1]}", []),
+        )
+        for name in names
+        if name.endswith(" end")
+    ]
     last = next(name for name in reversed(names) if name.endswith(" end"))
     start = last.removesuffix(" end")
     head = "head" if "head" in marks else last
@@ -203,4 +226,5 @@ def _cut(recording: Recording, parameters: list[torch.Tensor], gradients: set[in
         layer_backward=spans[names[first_gradient]],
         backward=[live for name in names[first_gradient:] for live in spans[name]],
         weight_copy_bytes=copies[head] - marks[head],
+        by_layer=by_layer,
     )

@@ -30,7 +30,9 @@ def add_lora(model: Any, *, rank: int | None, targets: str | None, fp32_adapters
 
     chosen_rank, chosen_targets = rank or DEFAULT_RANK, targets or ALL_LINEAR
     modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
-    lora = LoraConfig(r=chosen_rank, lora_alpha=2 * chosen_rank, target_modules=modules, task_type="CAUSAL_LM")
+    # PEFT's class for causal language models asks for `prepare_inputs_for_generation`, which encoders lack.
+    task = "CAUSAL_LM" if model.can_generate() and not model.config.is_encoder_decoder else None
+    lora = LoraConfig(r=chosen_rank, lora_alpha=2 * chosen_rank, target_modules=modules, task_type=task)
     try:
         return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
     except ValueError as error:

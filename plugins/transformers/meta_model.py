@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from math import ceil
 from typing import Any, Literal
 
 from ...ds_configs.models.structure import LAYER_INDEX, parameter_group
@@ -24,8 +25,10 @@ Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "o
 _MOST_MODULES = 200_000
 """Modules of a model that is built here, some ten seconds and a gigabyte; the largest public ones have a tenth."""
 _CODE_FIELDS = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
-_RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout")
-"""Dropout of what attention and MLP add to the residual stream, as GPT-2 and StarCoder2 call it."""
+_RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout", "hidden_dropout_prob", "hidden_dropout", "dropout")
+"""Dropout of what attention and MLP add to the residual stream, as GPT-2, StarCoder2, BERT, Falcon and OPT call it."""
+_OTHER_SETTINGS = ("_token_id", "_version", "_token_index", "_range", "_name_or_path", "_hidden_states", "_attentions")
+"""Ends of names that say nothing about a model's sizes or operators."""
 _POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
@@ -149,10 +152,31 @@ def model_spec_from_meta(config: Mapping[str, Any], *, name: str, revision: str 
         learned_positions=_learned_positions(parameters, text),
         sliding_window=_sliding_window(text),
         attention=None if getattr(model, "_supports_sdpa", False) else "eager",
-        residual_dropout_masks=2 if any(getattr(model.config, name, 0) for name in _RESIDUAL_DROPOUTS) else 0,
+        residual_dropout_masks=_residual_dropout_masks(model.config),
         weight_conversion=any(p.kind == "experts" for p in parameters),
+        settings=tuple(_settings(model.config.to_dict())),
         source="meta",
     )
+
+
+def _residual_dropout_masks(config: Any) -> int:
+    """Dropout masks of hidden size that a layer keeps; T5's MLP (`dropout_rate`) has one of its inner width as well."""
+    if getattr(config, "dropout_rate", 0) and getattr(config, "d_ff", 0):
+        inner: int = ceil(config.d_ff / config.d_model)
+        return 3 + inner
+    decodes = 1 if getattr(config, "is_encoder_decoder", False) else 0
+    return 2 + decodes if any(getattr(config, name, 0) for name in _RESIDUAL_DROPOUTS) else 0
+
+
+def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Yield the plain values of a configuration and of those nested in it, which traced coefficients are read with."""
+    for name, value in config.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            yield from _settings(value, f"{prefix}{name}.")
+        elif isinstance(value, bool | int | float | str) and not name.endswith(_OTHER_SETTINGS):
+            yield prefix + name, value
+        elif name == "layer_types" and isinstance(value, list):
+            yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
 
 
 def _embeddings(model: Any, getter: str) -> Any:
@@ -174,7 +198,10 @@ def _learned_positions(parameters: tuple[ParameterShape, ...], text: Any) -> int
 
 
 def _sliding_window(text: Any) -> int | None:
-    return _size(text, "sliding_window") or None if getattr(text, "use_sliding_window", True) else None
+    if not getattr(text, "use_sliding_window", True):
+        return None
+    # Llama 4 looks back within chunks, which takes a mask as a window does.
+    return _size(text, "sliding_window") or _size(text, "attention_chunk_size") or None
 
 
 def _task(class_name: str, *, encoder_decoder: bool) -> Task:

@@ -34,9 +34,9 @@ BYTES = (
     "loss_backward_peak_bytes",
 )
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
-SMALL_T5 = {
-    "model_type": "t5",
-    "architectures": ["T5ForConditionalGeneration"],
+SMALL_MT5 = {
+    "model_type": "mt5",
+    "architectures": ["MT5ForConditionalGeneration"],
     "d_model": 64,
     "d_kv": 16,
     "d_ff": 128,
@@ -129,7 +129,7 @@ def written(directory: Path, config: dict[str, Any]) -> str:
 
 def test_a_family_without_coefficients_plans_at_once_and_the_plan_says_so(tmp_path: Path) -> None:
     notes: list[str] = []
-    made = plan(written(tmp_path, SMALL_T5), "8xA100-80GB", calibration=None, notify=notes.append)
+    made = plan(written(tmp_path, SMALL_MT5), "8xA100-80GB", calibration=None, notify=notes.append)
     assert made.activations == "upper bound"
     assert any("upper bound" in note and "--trace-activations" in note for note in notes)
     assert made.to_dict()["activations"] == "upper bound"
@@ -139,11 +139,11 @@ def test_a_family_without_coefficients_plans_at_once_and_the_plan_says_so(tmp_pa
 
 def test_a_failed_trace_leaves_the_upper_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
-        raise request.ActivationTraceError("model_type = 't5': its activations could not be traced (RuntimeError)")
+        raise request.ActivationTraceError("model_type = 'mt5': its activations could not be traced (RuntimeError)")
 
     monkeypatch.setattr(request, "trace_model", fails)
     notes: list[str] = []
-    path = written(tmp_path, SMALL_T5)
+    path = written(tmp_path, SMALL_MT5)
     made = plan(path, "8xA100-80GB", calibration=None, trace_activations=True, notify=notes.append)
     assert made.activations == "upper bound"
     assert any("could not be traced" in note for note in notes)

@@ -1,0 +1,444 @@
+"""Small models of families whose layers are of several kinds, or whose sizes have names of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...ds_configs.memory.activations import Adapter
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindFamily:
+    """How a family is drawn in small sizes, and what its activation bytes may depend on."""
+
+    model_type: str
+    """Of its configuration."""
+    sizes: Callable[[random.Random], Values]
+    """Draws the configuration's sizes: widths are multiples of 8, so that no activation is shaped like a weight."""
+    widths: tuple[str, ...]
+    """What a token keeps a multiple of."""
+    more: tuple[str, ...] = ()
+    """Features that are not a token times a width."""
+    depth: Callable[[Values, Mapping[str, int]], Values]
+    """The configuration with a number of layers of each kind."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """For each kind of layer, in the order of execution, a parameter that every layer of it holds once; or
+    `layer_types=NAME` where `config.json` alone tells them apart."""
+    interleaved: bool = False
+    """Whether kinds take turns."""
+    settings: tuple[str, ...] = ()
+    """Values of the configuration that change which operators run: others than the traced ones have the bound."""
+    inputs: str = "text"
+    """What the model reads: `text`, `text pair`, `image`, `image and text`, `sound`."""
+    attentions: tuple[str, ...] = ("fused", "eager")
+    adapters: tuple[Adapter, ...] = ("none", "lora_all_linear")
+    """PEFT 0.21 adapts routed experts too, and bytes then grow with the weights: mixtures have the first alone."""
+
+
+def _heads(choose: random.Random, *, head_dims: tuple[int, ...] = (8, 16, 24, 32)) -> tuple[int, int]:
+    return choose.choice([2, 3, 4, 6, 9]), choose.choice(head_dims)
+
+
+def _multi_head(heads: str, width: str, inner: str) -> Callable[[random.Random], Values]:
+    """Draw sizes of attention whose heads divide the residual stream."""
+
+    def draw(choose: random.Random) -> Values:
+        count, head_dim = _heads(choose)
+        return {heads: count, width: count * head_dim, inner: 8 * choose.randint(12, 50), **_vocabulary(choose)}
+
+    return draw
+
+
+def _vocabulary(choose: random.Random) -> Values:
+    return {"vocab_size": 8 * choose.randint(30, 70), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+def _one_stack(name: str) -> Callable[[Values, Mapping[str, int]], Values]:
+    return lambda values, depths: values | {name: depths["layer"]}
+
+
+_BERT_WIDTHS = ("hidden_size", "intermediate_size", "attention_heads", "vocab_size")
+_TEXT = ("constant", "sequence", "position", "token", "position*position", "token*position")
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _bert(choose: random.Random) -> Values:
+    drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+    return drawn | _NO_DROPOUT | {"max_position_embeddings": 4104, "pad_token_id": 0}
+
+
+def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
+    defaults: dict[str, Any] = {
+        "sizes": _bert,
+        "widths": _BERT_WIDTHS,
+        "more": (*_TEXT, "token*position*attention_heads"),
+        "depth": _one_stack("num_hidden_layers"),
+        "settings": ("hidden_act", "is_decoder"),
+    }
+    kinds = {"layer": f"{stack}.*.output.dense.weight"}
+    return KindFamily(model_type=model_type, **(defaults | {"kinds": kinds} | options))
+
+
+def _distilbert(choose: random.Random) -> Values:
+    drawn = _multi_head("n_heads", "dim", "hidden_dim")(choose)
+    return drawn | {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 4104, "pad_token_id": 0}
+
+
+def _opt(choose: random.Random) -> Values:
+    drawn = _multi_head("num_attention_heads", "hidden_size", "ffn_dim")(choose)
+    return drawn | {
+        "word_embed_proj_dim": drawn["hidden_size"],
+        "dropout": 0.0,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 1,
+    }
+
+
+def _gpt_neox(choose: random.Random) -> Values:
+    return _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+
+
+def _falcon(choose: random.Random) -> Values:
+    return _multi_head("num_attention_heads", "hidden_size", "ffn_hidden_size")(choose)
+
+
+def _bloom(choose: random.Random) -> Values:
+    drawn = _multi_head("n_head", "hidden_size", "inner")(choose)
+    del drawn["inner"]
+    return drawn
+
+
+def _cohere(choose: random.Random) -> Values:
+    groups = choose.choice([2, 3, 4])
+    heads, head_dim = groups * choose.choice([2, 3, 4]), choose.choice([8, 16, 24, 32])
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": 8 * choose.randint(12, 50),
+        **_vocabulary(choose),
+    }
+
+
+def _vit(choose: random.Random) -> Values:
+    drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+    del drawn["vocab_size"]
+    patch = choose.choice([2, 4, 6])
+    return drawn | {"patch_size": patch, "image_size": patch * choose.choice([3, 5, 7]), "num_labels": 4}
+
+
+def _t5(choose: random.Random) -> Values:
+    heads, head_dim = _heads(choose)
+    return {
+        "num_heads": heads,
+        "d_kv": head_dim,
+        "d_model": 8 * choose.randint(9, 30),
+        "d_ff": 8 * choose.randint(12, 50),
+        "dropout_rate": 0.0,
+        "vocab_size": 8 * choose.randint(30, 70),
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _whisper(choose: random.Random) -> Values:
+    heads, head_dim = _heads(choose)
+    return {
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "d_model": heads * head_dim,
+        "encoder_ffn_dim": 8 * choose.randint(12, 30),
+        "decoder_ffn_dim": 8 * choose.randint(31, 50),
+        "num_mel_bins": 8 * choose.randint(2, 5),
+        "max_source_positions": choose.choice([27, 29, 31, 33, 35]),
+        "max_target_positions": 4104,
+        "vocab_size": 8 * choose.randint(30, 70),
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "decoder_start_token_id": 1,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
+
+
+def _clip(choose: random.Random) -> Values:
+    text = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+    vision = _vit(choose)
+    projection = 8 * choose.randint(3, 9)
+    return {
+        "text_config": text | {"projection_dim": projection, "max_position_embeddings": 4104, "eos_token_id": 2},
+        "vision_config": vision | {"projection_dim": projection},
+        "projection_dim": projection,
+    }
+
+
+def _towers(values: Values, depths: Mapping[str, int]) -> Values:
+    return values | {
+        "text_config": values["text_config"] | {"num_hidden_layers": depths["text"]},
+        "vision_config": values["vision_config"] | {"num_hidden_layers": depths["vision"]},
+    }
+
+
+def _experts(choose: random.Random, *, count: str) -> Values:
+    return {count: choose.choice([4, 6, 10, 12]), "num_experts_per_tok": choose.choice([2, 3, 4])}
+
+
+def _deepseek(choose: random.Random) -> Values:
+    heads = choose.choice([2, 3, 4, 6])
+    rotated, plain = choose.choice([8, 16, 24]), choose.choice([8, 16, 24, 32])
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": 8 * choose.randint(9, 30),
+        "intermediate_size": 8 * choose.randint(12, 50),
+        "moe_intermediate_size": 8 * choose.randint(6, 30),
+        "kv_lora_rank": 8 * choose.randint(2, 9),
+        "q_lora_rank": 8 * choose.randint(2, 9),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": plain,
+        # Narrower values have no fused kernel on the CPU, as they do on a GPU: they are counted as wide as the queries.
+        "v_head_dim": rotated + plain,
+        "head_dim": rotated,
+        "n_shared_experts": choose.choice([1, 2, 3]),
+        **_experts(choose, count="n_routed_experts"),
+        **_vocabulary(choose),
+    }
+
+
+def _deepseek_v3(choose: random.Random) -> Values:
+    return _deepseek(choose) | {"n_routed_experts": choose.choice([8, 12, 20, 24]), "n_group": 2, "topk_group": 1}
+
+
+def _dense_then_routed(values: Values, depths: Mapping[str, int]) -> Values:
+    return values | {"first_k_dense_replace": depths["dense"], "num_hidden_layers": depths["dense"] + depths["routed"]}
+
+
+def _grouped_experts(choose: random.Random) -> Values:
+    return _cohere(choose) | {
+        "head_dim": choose.choice([8, 16, 24, 32]),
+        "hidden_size": 24 * choose.randint(3, 10),
+        **_experts(choose, count="num_local_experts"),
+    }
+
+
+def _gpt_oss(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = ["sliding_attention", "full_attention"] * depths["layer"]
+    return values | {"num_hidden_layers": depths["layer"], "layer_types": kinds[: depths["layer"]]}
+
+
+def _llama4(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = taking_turns(depths)
+    return values | {
+        "num_hidden_layers": len(kinds),
+        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "no_rope_layers": [int(kind == "chunked") for kind in kinds],
+    }
+
+
+def taking_turns(depths: Mapping[str, int]) -> list[str]:
+    """Return kinds of layers in turns, the last ones one of each in the order of the mapping.
+
+    >>> taking_turns({"linear": 3, "full": 2})
+    ['linear', 'linear', 'full', 'linear', 'full']
+    """
+    turns = min(depths.values())
+    more = [kind for kind, depth in depths.items() for _ in range(depth - turns)]
+    return more + list(depths) * turns
+
+
+_ROUTED = (
+    *("experts", "token*experts", "token*experts_per_token", "token*experts_per_token*hidden_size"),
+    *("token*experts_per_token*expert_intermediate_size", "token*experts_per_token*experts"),
+)
+_GROUPED_WIDTHS = ("hidden_size", "query_size", "key_value_size", "attention_heads", "key_value_heads", "vocab_size")
+_LATENT: dict[str, Any] = {
+    "widths": (
+        *("hidden_size", "intermediate_size", "attention_heads", "vocab_size", "kv_lora_rank", "q_lora_rank"),
+        *("qk_rope_head_dim", "attention_heads*qk_nope_head_dim", "attention_heads*qk_rope_head_dim"),
+        "n_shared_experts*expert_intermediate_size",
+    ),
+    "more": (*_TEXT, "token*position*attention_heads", "position*qk_rope_head_dim", *_ROUTED),
+    "depth": _dense_then_routed,
+    "kinds": {
+        "dense": "model.layers.*.mlp.down_proj.weight",
+        "routed": "model.layers.*.mlp.shared_experts.down_proj.weight",
+    },
+    "adapters": ("none",),
+    "attentions": ("fused",),
+}
+"""Latent attention, its first layers dense (DeepSeek)."""
+_VISION = "sequence*vision_config.patches"
+_VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
+_FRAMES = "sequence*max_source_positions"
+
+KIND_FAMILIES: Mapping[str, KindFamily] = {
+    "BertForMaskedLM": _encoder("bert", "bert.encoder.layer"),
+    "RobertaForMaskedLM": _encoder("roberta", "roberta.encoder.layer"),
+    "DistilBertForMaskedLM": _encoder(
+        "distilbert",
+        "distilbert",
+        sizes=_distilbert,
+        widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
+        depth=_one_stack("n_layers"),
+        kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
+        settings=("activation",),
+    ),
+    "DebertaV2ForMaskedLM": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+    "OPTForCausalLM": _encoder(
+        "opt",
+        "opt",
+        sizes=_opt,
+        kinds={"layer": "model.decoder.layers.*.fc2.weight"},
+        settings=("activation_function", "do_layer_norm_before", "enable_bias", "_remove_final_layer_norm"),
+    ),
+    "GPTNeoXForCausalLM": _encoder(
+        "gpt_neox",
+        "gpt_neox",
+        sizes=_gpt_neox,
+        widths=(*_BERT_WIDTHS, "head_dim"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        kinds={"layer": "gpt_neox.layers.*.mlp.dense_4h_to_h.weight"},
+        settings=("hidden_act", "use_parallel_residual"),
+    ),
+    "FalconForCausalLM": _encoder(
+        "falcon",
+        "falcon",
+        sizes=_falcon,
+        widths=("hidden_size", "ffn_hidden_size", "attention_heads", "vocab_size", "head_dim"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        kinds={"layer": "transformer.h.*.mlp.dense_4h_to_h.weight"},
+        settings=("activation", "alibi", "new_decoder_architecture", "multi_query", "parallel_attn", "bias"),
+    ),
+    "BloomForCausalLM": _encoder(
+        "bloom",
+        "bloom",
+        sizes=_bloom,
+        widths=("hidden_size", "attention_heads", "vocab_size"),
+        depth=_one_stack("n_layer"),
+        kinds={"layer": "transformer.h.*.mlp.dense_4h_to_h.weight"},
+        settings=("apply_residual_connection_post_layernorm",),
+        attentions=("eager",),
+    ),
+    "CohereForCausalLM": _encoder(
+        "cohere",
+        "cohere",
+        sizes=_cohere,
+        widths=(*_BERT_WIDTHS, "key_value_heads", "key_value_size", "head_dim"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        kinds={"layer": "model.layers.*.mlp.down_proj.weight"},
+        settings=("hidden_act", "use_qk_norm"),
+        attentions=("fused", "eager", "math"),
+    ),
+    "ViTForImageClassification": KindFamily(
+        model_type="vit",
+        sizes=_vit,
+        widths=(),
+        more=(
+            *("constant", "sequence", "sequence*hidden_size", "sequence*intermediate_size", "sequence*attention_heads"),
+            *("sequence*patches", "sequence*patches*hidden_size", "sequence*patches*intermediate_size"),
+            *("sequence*patches*attention_heads", "sequence*patches*patches*attention_heads", "patches"),
+            "sequence*image_size*image_size",
+        ),
+        depth=_one_stack("num_hidden_layers"),
+        kinds={"layer": "vit.layers.*.mlp.fc2.weight"},
+        settings=("hidden_act", "num_channels"),
+        inputs="image",
+        # The adapted classifier keeps what depends on its labels.
+        adapters=("none",),
+    ),
+    "DeepseekV2ForCausalLM": KindFamily(
+        model_type="deepseek_v2", sizes=_deepseek, settings=("hidden_act", "topk_method", "norm_topk_prob"), **_LATENT
+    ),
+    "DeepseekV3ForCausalLM": KindFamily(
+        model_type="deepseek_v3", sizes=_deepseek_v3, settings=("hidden_act", "norm_topk_prob"), **_LATENT
+    ),
+    "GptOssForCausalLM": KindFamily(
+        model_type="gpt_oss",
+        sizes=_grouped_experts,
+        widths=_GROUPED_WIDTHS,
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED),
+        depth=_gpt_oss,
+        kinds={"layer": "model.layers.*.mlp.router.weight"},
+        settings=("attention_bias", "output_router_logits"),
+        attentions=("eager",),
+        adapters=("none",),
+    ),
+    "Llama4ForCausalLM": KindFamily(
+        model_type="llama4_text",
+        sizes=_grouped_experts,
+        widths=(*_GROUPED_WIDTHS, "expert_intermediate_size", "expert_intermediate_size*experts"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "token*experts*hidden_size", *_ROUTED),
+        depth=_llama4,
+        kinds={"chunked": "layer_types=chunked_attention", "full": "layer_types=full_attention"},
+        interleaved=True,
+        settings=("hidden_act", "interleave_moe_layer_step", "use_qk_norm", "attn_temperature_tuning"),
+        attentions=("fused",),
+        adapters=("none",),
+    ),
+    "T5ForConditionalGeneration": KindFamily(
+        model_type="t5",
+        sizes=_t5,
+        widths=("hidden_size", "query_size", "intermediate_size", "attention_heads", "vocab_size"),
+        more=(
+            *_TEXT,
+            *("token*position*attention_heads", "position*position*attention_heads"),
+            "relative_attention_num_buckets*attention_heads",
+        ),
+        depth=lambda values, depths: (
+            values | {"num_layers": depths["encoder"], "num_decoder_layers": depths["decoder"]}
+        ),
+        kinds={
+            "encoder": "encoder.block.*.layer.0.SelfAttention.q.weight",
+            "decoder": "decoder.block.*.layer.1.EncDecAttention.q.weight",
+        },
+        settings=("feed_forward_proj", "scale_decoder_outputs"),
+    ),
+    "WhisperForConditionalGeneration": KindFamily(
+        model_type="whisper",
+        sizes=_whisper,
+        widths=("hidden_size", "decoder_ffn_dim", "attention_heads", "vocab_size"),
+        more=(
+            *_TEXT,
+            *("token*position*attention_heads", _FRAMES, "max_source_positions", "max_source_positions*hidden_size"),
+            *(f"{_FRAMES}*{width}" for width in ("hidden_size", "encoder_ffn_dim", "attention_heads", "num_mel_bins")),
+            f"{_FRAMES}*max_source_positions*attention_heads",
+            "token*max_source_positions*attention_heads",
+        ),
+        depth=lambda values, depths: (
+            values | {"encoder_layers": depths["encoder"], "decoder_layers": depths["decoder"]}
+        ),
+        kinds={
+            "encoder": "model.encoder.layers.*.fc2.weight",
+            "decoder": "model.decoder.layers.*.encoder_attn.q_proj.weight",
+        },
+        settings=("activation_function", "apply_spec_augment"),
+        inputs="sound",
+    ),
+    "CLIPModel": KindFamily(
+        model_type="clip",
+        sizes=_clip,
+        widths=("hidden_size", "intermediate_size", "attention_heads"),
+        more=(
+            *_TEXT,
+            *("token*position*attention_heads", "sequence*hidden_size", "sequence*projection_dim", "sequence*sequence"),
+            *(f"sequence*vision_config.{width}" for width in _VISION_WIDTHS),
+            *(f"{_VISION}*vision_config.{width}" for width in _VISION_WIDTHS),
+            *(_VISION, f"{_VISION}*vision_config.patches*vision_config.num_attention_heads", "vision_config.patches"),
+            "sequence*vision_config.image_size*vision_config.image_size",
+        ),
+        depth=_towers,
+        kinds={
+            "vision": "vision_model.encoder.layers.*.mlp.fc2.weight",
+            "text": "text_model.encoder.layers.*.mlp.fc2.weight",
+        },
+        settings=("text_config.hidden_act", "vision_config.hidden_act"),
+        inputs="image and text",
+    ),
+}
+"""By the class that is traced."""

@@ -1,0 +1,102 @@
+"""Activation bytes by kind of layer: what is stored against real runs of fresh shapes, and what has the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from shardwright.ds_configs.memory.activation_bound import BOUND_SOURCE, bounded_activations
+from shardwright.ds_configs.memory.activation_kinds import estimate_kinds, layer_counts, load_kind_families
+from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
+from shardwright.ds_configs.memory.activations import Adapter, Mode
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.activations.kind_families import KIND_FAMILIES, taking_turns
+from shardwright.plugins.activations.kinds import KindShape, config_at, drawn_shapes, independent_features, run_shape
+from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+
+STORED = sorted(load_kind_families()["families"])
+
+
+def fresh_shape(architecture: str, adapter: Adapter = "none") -> KindShape:
+    return replace(drawn_shapes(architecture, 3, adapter=adapter, seed=77)[-1], seq_len_tokens=37)
+
+
+def asked(architecture: str, depths: dict[str, int], **settings: Any) -> Any:
+    config = config_at(architecture, fresh_shape(architecture).values | settings, depths)
+    return model_spec_from_meta(config, name=architecture)
+
+
+def deep(architecture: str) -> dict[str, int]:
+    """Depths that no trace had, another for each kind."""
+    return {kind: 3 + number for number, kind in enumerate(KIND_FAMILIES[architecture].kinds)}
+
+
+def assert_run_matches(architecture: str, mode: Mode, adapter: Adapter, *, checkpointing: bool) -> None:
+    shape, depths = fresh_shape(architecture, adapter), deep(architecture)
+    attention = KIND_FAMILIES[architecture].attentions[0]
+    how: dict[str, Any] = {"mode": mode, "adapter": adapter, "attention": attention}
+    run = run_shape(architecture, shape, depths, checkpointing=checkpointing, **how)
+    spec = model_spec_from_meta(config_at(architecture, shape.values, depths), name=architecture)
+    told = estimate_kinds(
+        spec,
+        micro_batch_size=shape.micro_batch_size,
+        seq_len_tokens=shape.seq_len_tokens,
+        lora_rank=shape.lora_rank,
+        **how,
+    )
+    per_layer = told.checkpointed_bytes_per_layer if checkpointing else told.saved_bytes_per_layer
+    transient = told.recompute_backward_transient_bytes if checkpointing else told.backward_transient_bytes
+    base = spec.dimensions.num_layers * per_layer + told.outside_layer_bytes
+    # Layers of several kinds are spread evenly and rounded up; positions and masks that only checkpointing keeps count.
+    slack = spec.dimensions.num_layers + 8 * shape.seq_len_tokens + 8 * shape.micro_batch_size * shape.seq_len_tokens**2
+    for measured, expected in (
+        (run.head_start, base),
+        (run.kept, base + told.loss_kept_bytes),
+        (max(run.loss_forward), base + told.loss_forward_peak_bytes),
+        (max(run.loss_backward), base + told.loss_backward_peak_bytes),
+    ):
+        assert 0 <= expected - measured <= slack
+    assert base + transient >= max(run.backward)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("architecture", STORED)
+def test_real_runs_of_new_shapes_and_depths_take_the_estimated_bytes(architecture: str) -> None:
+    assert_run_matches(architecture, "bf16", "none", checkpointing=False)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize(
+    ("architecture", "mode", "adapter"),
+    [("BertForMaskedLM", "bf16_autocast", "none"), ("OPTForCausalLM", "bf16", "lora_all_linear")],
+)
+def test_checkpointed_runs_take_the_estimated_bytes(architecture: str, mode: Mode, adapter: Adapter) -> None:
+    assert_run_matches(architecture, mode, adapter, checkpointing=True)
+
+
+@pytest.mark.parametrize("architecture", STORED)
+def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str) -> None:
+    depths = deep(architecture)
+    spec, job = asked(architecture, depths), TrainingJob(seq_len_tokens=48)
+    family = load_kind_families()["families"][architecture]
+    assert layer_counts(spec, family["kinds"]) == depths
+    assert activations_are_stored(spec, job)
+    stored = cached_activations(spec, job)(2, "bf16")
+    bound = bounded_activations(spec, job, micro_batch_size=2, mode="bf16")
+    assert 0 < stored.checkpointed_bytes_per_layer < stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer
+
+
+def test_other_operators_than_the_traced_ones_have_the_bound() -> None:
+    spec = asked("BertForMaskedLM", {"layer": 2}, hidden_act="gelu_new")
+    assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48))
+    assert cached_activations(spec, TrainingJob(seq_len_tokens=48))(1, "bf16").source.startswith(BOUND_SOURCE)
+
+
+def test_features_that_others_make_up_are_left_out() -> None:
+    rows = [{"a": 1, "b": size, "c": size + 1, "d": 0, "e": size**2} for size in range(2, 9)]
+    assert independent_features(["a", "b", "c", "d", "e"], rows) == ["a", "b", "e"]
+
+
+def test_kinds_take_turns_and_end_with_one_of_each() -> None:
+    assert taking_turns({"linear": 3, "full": 2}) == ["linear", "linear", "full", "linear", "full"]
