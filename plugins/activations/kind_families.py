@@ -8,8 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...ds_configs.memory.activations import Adapter
-
-Values = dict[str, Any]
+from .kind_sizes import (
+    Values,
+    draw_bert,
+    draw_bloom,
+    draw_clip,
+    draw_cohere,
+    draw_deepseek,
+    draw_deepseek_v3,
+    draw_distilbert,
+    draw_falcon,
+    draw_gpt_neox,
+    draw_grouped_experts,
+    draw_opt,
+    draw_t5,
+    draw_vit,
+    draw_whisper,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,41 +55,17 @@ class KindFamily:
     """PEFT 0.21 adapts routed experts too, and bytes then grow with the weights: mixtures have the first alone."""
 
 
-def _heads(choose: random.Random, *, head_dims: tuple[int, ...] = (8, 16, 24, 32)) -> tuple[int, int]:
-    return choose.choice([2, 3, 4, 6, 9]), choose.choice(head_dims)
-
-
-def _multi_head(heads: str, width: str, inner: str) -> Callable[[random.Random], Values]:
-    """Draw sizes of attention whose heads divide the residual stream."""
-
-    def draw(choose: random.Random) -> Values:
-        count, head_dim = _heads(choose)
-        return {heads: count, width: count * head_dim, inner: 8 * choose.randint(12, 50), **_vocabulary(choose)}
-
-    return draw
-
-
-def _vocabulary(choose: random.Random) -> Values:
-    return {"vocab_size": 8 * choose.randint(30, 70), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-
-
 def _one_stack(name: str) -> Callable[[Values, Mapping[str, int]], Values]:
     return lambda values, depths: values | {name: depths["layer"]}
 
 
 _BERT_WIDTHS = ("hidden_size", "intermediate_size", "attention_heads", "vocab_size")
 _TEXT = ("constant", "sequence", "position", "token", "position*position", "token*position")
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _bert(choose: random.Random) -> Values:
-    drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
-    return drawn | _NO_DROPOUT | {"max_position_embeddings": 4104, "pad_token_id": 0}
 
 
 def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
     defaults: dict[str, Any] = {
-        "sizes": _bert,
+        "sizes": draw_bert,
         "widths": _BERT_WIDTHS,
         "more": (*_TEXT, "token*position*attention_heads"),
         "depth": _one_stack("num_hidden_layers"),
@@ -84,100 +75,6 @@ def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
     return KindFamily(model_type=model_type, **(defaults | {"kinds": kinds} | options))
 
 
-def _distilbert(choose: random.Random) -> Values:
-    drawn = _multi_head("n_heads", "dim", "hidden_dim")(choose)
-    return drawn | {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 4104, "pad_token_id": 0}
-
-
-def _opt(choose: random.Random) -> Values:
-    drawn = _multi_head("num_attention_heads", "hidden_size", "ffn_dim")(choose)
-    return drawn | {
-        "word_embed_proj_dim": drawn["hidden_size"],
-        "dropout": 0.0,
-        "max_position_embeddings": 4096,
-        "pad_token_id": 1,
-    }
-
-
-def _gpt_neox(choose: random.Random) -> Values:
-    return _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
-
-
-def _falcon(choose: random.Random) -> Values:
-    return _multi_head("num_attention_heads", "hidden_size", "ffn_hidden_size")(choose)
-
-
-def _bloom(choose: random.Random) -> Values:
-    drawn = _multi_head("n_head", "hidden_size", "inner")(choose)
-    del drawn["inner"]
-    return drawn
-
-
-def _cohere(choose: random.Random) -> Values:
-    groups = choose.choice([2, 3, 4])
-    heads, head_dim = groups * choose.choice([2, 3, 4]), choose.choice([8, 16, 24, 32])
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "hidden_size": heads * head_dim,
-        "intermediate_size": 8 * choose.randint(12, 50),
-        **_vocabulary(choose),
-    }
-
-
-def _vit(choose: random.Random) -> Values:
-    drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
-    del drawn["vocab_size"]
-    patch = choose.choice([2, 4, 6])
-    return drawn | {"patch_size": patch, "image_size": patch * choose.choice([3, 5, 7]), "num_labels": 4}
-
-
-def _t5(choose: random.Random) -> Values:
-    heads, head_dim = _heads(choose)
-    return {
-        "num_heads": heads,
-        "d_kv": head_dim,
-        "d_model": 8 * choose.randint(9, 30),
-        "d_ff": 8 * choose.randint(12, 50),
-        "dropout_rate": 0.0,
-        "vocab_size": 8 * choose.randint(30, 70),
-        "pad_token_id": 0,
-        "decoder_start_token_id": 0,
-    }
-
-
-def _whisper(choose: random.Random) -> Values:
-    heads, head_dim = _heads(choose)
-    return {
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "d_model": heads * head_dim,
-        "encoder_ffn_dim": 8 * choose.randint(12, 30),
-        "decoder_ffn_dim": 8 * choose.randint(31, 50),
-        "num_mel_bins": 8 * choose.randint(2, 5),
-        "max_source_positions": choose.choice([27, 29, 31, 33, 35]),
-        "max_target_positions": 4104,
-        "vocab_size": 8 * choose.randint(30, 70),
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "decoder_start_token_id": 1,
-        "suppress_tokens": None,
-        "begin_suppress_tokens": None,
-    }
-
-
-def _clip(choose: random.Random) -> Values:
-    text = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
-    vision = _vit(choose)
-    projection = 8 * choose.randint(3, 9)
-    return {
-        "text_config": text | {"projection_dim": projection, "max_position_embeddings": 4104, "eos_token_id": 2},
-        "vision_config": vision | {"projection_dim": projection},
-        "projection_dim": projection,
-    }
-
-
 def _towers(values: Values, depths: Mapping[str, int]) -> Values:
     return values | {
         "text_config": values["text_config"] | {"num_hidden_layers": depths["text"]},
@@ -185,46 +82,8 @@ def _towers(values: Values, depths: Mapping[str, int]) -> Values:
     }
 
 
-def _experts(choose: random.Random, *, count: str) -> Values:
-    return {count: choose.choice([4, 6, 10, 12]), "num_experts_per_tok": choose.choice([2, 3, 4])}
-
-
-def _deepseek(choose: random.Random) -> Values:
-    heads = choose.choice([2, 3, 4, 6])
-    rotated, plain = choose.choice([8, 16, 24]), choose.choice([8, 16, 24, 32])
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "hidden_size": 8 * choose.randint(9, 30),
-        "intermediate_size": 8 * choose.randint(12, 50),
-        "moe_intermediate_size": 8 * choose.randint(6, 30),
-        "kv_lora_rank": 8 * choose.randint(2, 9),
-        "q_lora_rank": 8 * choose.randint(2, 9),
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": plain,
-        # Narrower values have no fused kernel on the CPU, as they do on a GPU: they are counted as wide as the queries.
-        "v_head_dim": rotated + plain,
-        "head_dim": rotated,
-        "n_shared_experts": choose.choice([1, 2, 3]),
-        **_experts(choose, count="n_routed_experts"),
-        **_vocabulary(choose),
-    }
-
-
-def _deepseek_v3(choose: random.Random) -> Values:
-    return _deepseek(choose) | {"n_routed_experts": choose.choice([8, 12, 20, 24]), "n_group": 2, "topk_group": 1}
-
-
 def _dense_then_routed(values: Values, depths: Mapping[str, int]) -> Values:
     return values | {"first_k_dense_replace": depths["dense"], "num_hidden_layers": depths["dense"] + depths["routed"]}
-
-
-def _grouped_experts(choose: random.Random) -> Values:
-    return _cohere(choose) | {
-        "head_dim": choose.choice([8, 16, 24, 32]),
-        "hidden_size": 24 * choose.randint(3, 10),
-        **_experts(choose, count="num_local_experts"),
-    }
 
 
 def _gpt_oss(values: Values, depths: Mapping[str, int]) -> Values:
@@ -283,7 +142,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     "DistilBertForMaskedLM": _encoder(
         "distilbert",
         "distilbert",
-        sizes=_distilbert,
+        sizes=draw_distilbert,
         widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
         depth=_one_stack("n_layers"),
         kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
@@ -293,14 +152,14 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     "OPTForCausalLM": _encoder(
         "opt",
         "opt",
-        sizes=_opt,
+        sizes=draw_opt,
         kinds={"layer": "model.decoder.layers.*.fc2.weight"},
         settings=("activation_function", "do_layer_norm_before", "enable_bias", "_remove_final_layer_norm"),
     ),
     "GPTNeoXForCausalLM": _encoder(
         "gpt_neox",
         "gpt_neox",
-        sizes=_gpt_neox,
+        sizes=draw_gpt_neox,
         widths=(*_BERT_WIDTHS, "head_dim"),
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
         kinds={"layer": "gpt_neox.layers.*.mlp.dense_4h_to_h.weight"},
@@ -309,7 +168,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     "FalconForCausalLM": _encoder(
         "falcon",
         "falcon",
-        sizes=_falcon,
+        sizes=draw_falcon,
         widths=("hidden_size", "ffn_hidden_size", "attention_heads", "vocab_size", "head_dim"),
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
         kinds={"layer": "transformer.h.*.mlp.dense_4h_to_h.weight"},
@@ -318,7 +177,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     "BloomForCausalLM": _encoder(
         "bloom",
         "bloom",
-        sizes=_bloom,
+        sizes=draw_bloom,
         widths=("hidden_size", "attention_heads", "vocab_size"),
         depth=_one_stack("n_layer"),
         kinds={"layer": "transformer.h.*.mlp.dense_4h_to_h.weight"},
@@ -328,7 +187,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     "CohereForCausalLM": _encoder(
         "cohere",
         "cohere",
-        sizes=_cohere,
+        sizes=draw_cohere,
         widths=(*_BERT_WIDTHS, "key_value_heads", "key_value_size", "head_dim"),
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
         kinds={"layer": "model.layers.*.mlp.down_proj.weight"},
@@ -337,7 +196,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     ),
     "ViTForImageClassification": KindFamily(
         model_type="vit",
-        sizes=_vit,
+        sizes=draw_vit,
         widths=(),
         more=(
             *("constant", "sequence", "sequence*hidden_size", "sequence*intermediate_size", "sequence*attention_heads"),
@@ -353,14 +212,17 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         adapters=("none",),
     ),
     "DeepseekV2ForCausalLM": KindFamily(
-        model_type="deepseek_v2", sizes=_deepseek, settings=("hidden_act", "topk_method", "norm_topk_prob"), **_LATENT
+        model_type="deepseek_v2",
+        sizes=draw_deepseek,
+        settings=("hidden_act", "topk_method", "norm_topk_prob"),
+        **_LATENT,
     ),
     "DeepseekV3ForCausalLM": KindFamily(
-        model_type="deepseek_v3", sizes=_deepseek_v3, settings=("hidden_act", "norm_topk_prob"), **_LATENT
+        model_type="deepseek_v3", sizes=draw_deepseek_v3, settings=("hidden_act", "norm_topk_prob"), **_LATENT
     ),
     "GptOssForCausalLM": KindFamily(
         model_type="gpt_oss",
-        sizes=_grouped_experts,
+        sizes=draw_grouped_experts,
         widths=_GROUPED_WIDTHS,
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED),
         depth=_gpt_oss,
@@ -371,7 +233,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     ),
     "Llama4ForCausalLM": KindFamily(
         model_type="llama4_text",
-        sizes=_grouped_experts,
+        sizes=draw_grouped_experts,
         widths=(*_GROUPED_WIDTHS, "expert_intermediate_size", "expert_intermediate_size*experts"),
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "token*experts*hidden_size", *_ROUTED),
         depth=_llama4,
@@ -383,7 +245,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     ),
     "T5ForConditionalGeneration": KindFamily(
         model_type="t5",
-        sizes=_t5,
+        sizes=draw_t5,
         widths=("hidden_size", "query_size", "intermediate_size", "attention_heads", "vocab_size"),
         more=(
             *_TEXT,
@@ -401,7 +263,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     ),
     "WhisperForConditionalGeneration": KindFamily(
         model_type="whisper",
-        sizes=_whisper,
+        sizes=draw_whisper,
         widths=("hidden_size", "decoder_ffn_dim", "attention_heads", "vocab_size"),
         more=(
             *_TEXT,
@@ -422,7 +284,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     ),
     "CLIPModel": KindFamily(
         model_type="clip",
-        sizes=_clip,
+        sizes=draw_clip,
         widths=("hidden_size", "intermediate_size", "attention_heads"),
         more=(
             *_TEXT,

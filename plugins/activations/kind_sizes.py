@@ -1,0 +1,168 @@
+"""Sizes of small models that are traced: widths are multiples of 8, so that no activation is shaped like a weight."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+Values = dict[str, Any]
+"""Fields of a configuration."""
+
+
+def _heads(choose: random.Random, *, head_dims: tuple[int, ...] = (8, 16, 24, 32)) -> tuple[int, int]:
+    return choose.choice([2, 3, 4, 6, 9]), choose.choice(head_dims)
+
+
+def _multi_head(heads: str, width: str, inner: str) -> Callable[[random.Random], Values]:
+    """Draw sizes of attention whose heads divide the residual stream."""
+
+    def draw(choose: random.Random) -> Values:
+        count, head_dim = _heads(choose)
+        return {heads: count, width: count * head_dim, inner: 8 * choose.randint(12, 50), **_vocabulary(choose)}
+
+    return draw
+
+
+def _vocabulary(choose: random.Random) -> Values:
+    return {"vocab_size": 8 * choose.randint(30, 70), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def draw_bert(choose: random.Random) -> Values:
+    drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+    return drawn | _NO_DROPOUT | {"max_position_embeddings": 4104, "pad_token_id": 0}
+
+
+def draw_distilbert(choose: random.Random) -> Values:
+    drawn = _multi_head("n_heads", "dim", "hidden_dim")(choose)
+    return drawn | {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 4104, "pad_token_id": 0}
+
+
+def draw_opt(choose: random.Random) -> Values:
+    drawn = _multi_head("num_attention_heads", "hidden_size", "ffn_dim")(choose)
+    return drawn | {
+        "word_embed_proj_dim": drawn["hidden_size"],
+        "dropout": 0.0,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 1,
+    }
+
+
+def draw_gpt_neox(choose: random.Random) -> Values:
+    return _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+
+
+def draw_falcon(choose: random.Random) -> Values:
+    return _multi_head("num_attention_heads", "hidden_size", "ffn_hidden_size")(choose)
+
+
+def draw_bloom(choose: random.Random) -> Values:
+    drawn = _multi_head("n_head", "hidden_size", "inner")(choose)
+    del drawn["inner"]
+    return drawn
+
+
+def draw_cohere(choose: random.Random) -> Values:
+    groups = choose.choice([2, 3, 4])
+    heads, head_dim = groups * choose.choice([2, 3, 4]), choose.choice([8, 16, 24, 32])
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": 8 * choose.randint(12, 50),
+        **_vocabulary(choose),
+    }
+
+
+def draw_vit(choose: random.Random) -> Values:
+    drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+    del drawn["vocab_size"]
+    patch = choose.choice([2, 4, 6])
+    return drawn | {"patch_size": patch, "image_size": patch * choose.choice([3, 5, 7]), "num_labels": 4}
+
+
+def draw_t5(choose: random.Random) -> Values:
+    heads, head_dim = _heads(choose)
+    return {
+        "num_heads": heads,
+        "d_kv": head_dim,
+        "d_model": 8 * choose.randint(9, 30),
+        "d_ff": 8 * choose.randint(12, 50),
+        "dropout_rate": 0.0,
+        "vocab_size": 8 * choose.randint(30, 70),
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+    }
+
+
+def draw_whisper(choose: random.Random) -> Values:
+    heads, head_dim = _heads(choose)
+    return {
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "d_model": heads * head_dim,
+        "encoder_ffn_dim": 8 * choose.randint(12, 30),
+        "decoder_ffn_dim": 8 * choose.randint(31, 50),
+        "num_mel_bins": 8 * choose.randint(2, 5),
+        "max_source_positions": choose.choice([27, 29, 31, 33, 35]),
+        "max_target_positions": 4104,
+        "vocab_size": 8 * choose.randint(30, 70),
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "decoder_start_token_id": 1,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
+
+
+def draw_clip(choose: random.Random) -> Values:
+    text = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+    vision = draw_vit(choose)
+    projection = 8 * choose.randint(3, 9)
+    return {
+        "text_config": text | {"projection_dim": projection, "max_position_embeddings": 4104, "eos_token_id": 2},
+        "vision_config": vision | {"projection_dim": projection},
+        "projection_dim": projection,
+    }
+
+
+def _experts(choose: random.Random, *, count: str) -> Values:
+    return {count: choose.choice([4, 6, 10, 12]), "num_experts_per_tok": choose.choice([2, 3, 4])}
+
+
+def draw_deepseek(choose: random.Random) -> Values:
+    heads = choose.choice([2, 3, 4, 6])
+    rotated, plain = choose.choice([8, 16, 24]), choose.choice([8, 16, 24, 32])
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": 8 * choose.randint(9, 30),
+        "intermediate_size": 8 * choose.randint(12, 50),
+        "moe_intermediate_size": 8 * choose.randint(6, 30),
+        "kv_lora_rank": 8 * choose.randint(2, 9),
+        "q_lora_rank": 8 * choose.randint(2, 9),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": plain,
+        # Narrower values have no fused kernel on the CPU, as they do on a GPU: they are counted as wide as the queries.
+        "v_head_dim": rotated + plain,
+        "head_dim": rotated,
+        "n_shared_experts": choose.choice([1, 2, 3]),
+        **_experts(choose, count="n_routed_experts"),
+        **_vocabulary(choose),
+    }
+
+
+def draw_deepseek_v3(choose: random.Random) -> Values:
+    return draw_deepseek(choose) | {"n_routed_experts": choose.choice([8, 12, 20, 24]), "n_group": 2, "topk_group": 1}
+
+
+def draw_grouped_experts(choose: random.Random) -> Values:
+    return draw_cohere(choose) | {
+        "head_dim": choose.choice([8, 16, 24, 32]),
+        "hidden_size": 24 * choose.randint(3, 10),
+        **_experts(choose, count="num_local_experts"),
+    }
