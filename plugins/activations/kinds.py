@@ -19,7 +19,8 @@ from ...ds_configs.specs.model import ModelSpec
 from ..transformers.meta_model import model_spec_from_meta
 from .families import attention_kernel
 from .fit import DEEP_LAYERS, SHALLOW_LAYERS, SPARE_SHAPES, Candidate, TraceError, above_head, solve
-from .kind_families import KIND_FAMILIES, KindFamily, Values
+from .kind_families import KIND_FAMILIES, KindFamily
+from .kind_sizes import Values
 from .run import Phases, enable_checkpointing, run_training_step
 
 _DRAWN_SHAPES = 64
