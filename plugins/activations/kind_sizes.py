@@ -32,16 +32,19 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def draw_bert(choose: random.Random) -> Values:
+    """Draw sizes of BERT and RoBERTa."""
     drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
     return drawn | _NO_DROPOUT | {"max_position_embeddings": 4104, "pad_token_id": 0}
 
 
 def draw_distilbert(choose: random.Random) -> Values:
+    """Draw sizes of DistilBERT."""
     drawn = _multi_head("n_heads", "dim", "hidden_dim")(choose)
     return drawn | {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 4104, "pad_token_id": 0}
 
 
 def draw_opt(choose: random.Random) -> Values:
+    """Draw sizes of OPT."""
     drawn = _multi_head("num_attention_heads", "hidden_size", "ffn_dim")(choose)
     return drawn | {
         "word_embed_proj_dim": drawn["hidden_size"],
@@ -52,20 +55,24 @@ def draw_opt(choose: random.Random) -> Values:
 
 
 def draw_gpt_neox(choose: random.Random) -> Values:
+    """Draw sizes of GPT-NeoX."""
     return _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
 
 
 def draw_falcon(choose: random.Random) -> Values:
+    """Draw sizes of Falcon."""
     return _multi_head("num_attention_heads", "hidden_size", "ffn_hidden_size")(choose)
 
 
 def draw_bloom(choose: random.Random) -> Values:
+    """Draw sizes of BLOOM."""
     drawn = _multi_head("n_head", "hidden_size", "inner")(choose)
     del drawn["inner"]
     return drawn
 
 
 def draw_cohere(choose: random.Random) -> Values:
+    """Draw sizes of Cohere, with grouped heads."""
     groups = choose.choice([2, 3, 4])
     heads, head_dim = groups * choose.choice([2, 3, 4]), choose.choice([8, 16, 24, 32])
     return {
@@ -78,6 +85,7 @@ def draw_cohere(choose: random.Random) -> Values:
 
 
 def draw_vit(choose: random.Random) -> Values:
+    """Draw sizes of ViT, images of an odd number of patches a side."""
     drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
     del drawn["vocab_size"]
     patch = choose.choice([2, 4, 6])
@@ -85,6 +93,7 @@ def draw_vit(choose: random.Random) -> Values:
 
 
 def draw_t5(choose: random.Random) -> Values:
+    """Draw sizes of T5."""
     heads, head_dim = _heads(choose)
     return {
         "num_heads": heads,
@@ -99,6 +108,7 @@ def draw_t5(choose: random.Random) -> Values:
 
 
 def draw_whisper(choose: random.Random) -> Values:
+    """Draw sizes of Whisper, an odd number of frames."""
     heads, head_dim = _heads(choose)
     return {
         "encoder_attention_heads": heads,
@@ -120,6 +130,7 @@ def draw_whisper(choose: random.Random) -> Values:
 
 
 def draw_clip(choose: random.Random) -> Values:
+    """Draw sizes of CLIP's two towers."""
     text = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
     vision = draw_vit(choose)
     projection = 8 * choose.randint(3, 9)
@@ -135,6 +146,7 @@ def _experts(choose: random.Random, *, count: str) -> Values:
 
 
 def draw_deepseek(choose: random.Random) -> Values:
+    """Draw sizes of DeepSeek-V2."""
     heads = choose.choice([2, 3, 4, 6])
     rotated, plain = choose.choice([8, 16, 24]), choose.choice([8, 16, 24, 32])
     return {
@@ -157,10 +169,12 @@ def draw_deepseek(choose: random.Random) -> Values:
 
 
 def draw_deepseek_v3(choose: random.Random) -> Values:
+    """Draw sizes of DeepSeek-V3, its experts in groups."""
     return draw_deepseek(choose) | {"n_routed_experts": choose.choice([8, 12, 20, 24]), "n_group": 2, "topk_group": 1}
 
 
 def draw_grouped_experts(choose: random.Random) -> Values:
+    """Draw sizes of mixtures with grouped heads."""
     return draw_cohere(choose) | {
         "head_dim": choose.choice([8, 16, 24, 32]),
         "hidden_size": 24 * choose.randint(3, 10),
