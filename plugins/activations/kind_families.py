@@ -29,7 +29,7 @@ from .kind_sizes import (
 
 @dataclass(frozen=True, kw_only=True)
 class KindFamily:
-    """How a family is drawn in small sizes, and what its activation bytes may depend on."""
+    """A family as it is drawn in small sizes, and what its activation bytes may depend on."""
 
     model_type: str
     """Of its configuration."""
