@@ -7,9 +7,11 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -67,6 +69,45 @@ def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequenc
         # Errors stand below their figures where both do not fit.
         first, *others = values if needed <= out.width else [value.replace(" ± ", "\n± ") for value in values]
         table.add_row(name, Text(first, style="bold"), *others)
+    out.print(table)
+
+
+def print_rows(
+    out: Console,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str = "",
+    figures: Sequence[str] = (),
+    folded: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Print rows as a table where it fits, else each as a block: its first value, and below it the others by heading.
+
+    Args:
+        out: The console.
+        headings: Of all columns.
+        rows: Values as they are shown; a block leaves empty ones out.
+        title: Printed above.
+        figures: Headings of the columns that are aligned on the right.
+        folded: Columns that are text and may be folded, with the fewest characters that still read well.
+    """
+    rows = list(rows)
+    widths = [max(len(row[place]) for row in [headings, *rows]) for place in range(len(headings))]
+    widths = [min(width, folded.get(heading, width)) for heading, width in zip(headings, widths, strict=True)]
+    if sum(widths) + 2 * len(widths) - 2 > out.width:
+        if title:
+            out.print(Text(title, style="italic"))
+        for name, *values in rows:
+            out.print(Text(name, style="bold"), overflow="fold")
+            for heading, value in zip(headings[1:], values, strict=True):
+                if value:
+                    out.print(Padding(Text(f"{heading}: {value}"), (0, 0, 0, 2), expand=False))
+        return
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in figures else "left", no_wrap=heading not in folded)
+    for row in rows:
+        table.add_row(*map(Text, row))
     out.print(table)
 
 
@@ -228,12 +269,12 @@ def _rejected_table(plan: Plan, *, columns: int) -> Table:
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Print every setting with where its value came from."""
-    table = Table(title="Settings", title_justify="left", box=None, pad_edge=False)
-    for column in ("setting", "value", "from"):
-        table.add_column(column)
-    for name, value in values.items():
-        table.add_row(name, Text(str(value)), origins[name])
-    console().print(table)
+    out, rows = console(), [(name, str(value), origins[name]) for name, value in values.items()]
+    if out.width < _NARROW:
+        for name, value, origin in rows:
+            out.print(f"{name} = {value} ({origin})", markup=False)
+        return
+    print_rows(out, ("setting", "value", "from"), rows, title="Settings", folded={"value": 20})
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -127,19 +127,12 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
 
 
 def _show_runs(runs: tuple[StoredRun, ...]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from ...ds_configs.plan.measurement import printable
     from ...ds_configs.specs.units import gigabytes
-    from ..show import console
+    from ..show import console, print_rows
 
-    table = Table(title="Stored runs, memory in GB", title_justify="left", box=None, pad_edge=False)
-    for name in ("run", "GPU", "model", "layout"):
-        table.add_column(name, no_wrap=name != "model", overflow="fold")
-    for name in ("ranks", "predicted", "allocated", "reserved", "ratio", "outside", "step s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("stored", no_wrap=True)
+    names, numbers = ("run", "GPU", "model", "layout"), ("ranks", "predicted", "allocated", "reserved", "ratio")
+    numbers, rows = (*numbers, "outside", "step s"), []
     for stored in runs:
         run = stored.run
         outside = "-" if run.outside_allocator_bytes is None else gigabytes(run.outside_allocator_bytes)
@@ -147,8 +140,8 @@ def _show_runs(runs: tuple[StoredRun, ...]) -> None:
         sizes = (run.predicted_allocated_bytes, run.allocated_peak_bytes, run.reserved_peak_bytes)
         words = (run.identifier[:_SHOWN_DIGITS], run.gpu, run.model.rpartition("/")[2] or run.model, run.layout)
         figures = (str(run.ranks), *map(gigabytes, sizes), f"{run.ratio:.3f}", outside, seconds, stored.stored_at[:10])
-        table.add_row(*(Text(printable(word)) for word in words + figures))
-    console().print(table)
+        rows.append([printable(word) for word in words + figures])
+    print_rows(console(), (*names, *numbers, "stored"), rows, title="Stored runs, memory in GB", figures=numbers)
 
 
 def _run_dict(run: MeasuredRun) -> dict[str, Any]:

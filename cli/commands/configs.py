@@ -54,17 +54,14 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
     if options.as_json:
         print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
         return 0
-    from rich.table import Table
+    from ..show import console, print_rows
 
-    from ..show import console
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "strategy", "micro-batch", "GB per accelerator"):
-        table.add_column(column, justify="right" if column in ("micro-batch", "GB per accelerator") else "left")
+    shown = []
     for name, plan in plans.items():
         strategy, gpu = plan.chosen.strategy, plan.chosen.memory.gpu
-        table.add_row(name, display_name(strategy), str(strategy.micro_batch_size), gigabytes(gpu.peak_bytes))
-    console().print(table)
+        shown.append((name, display_name(strategy), str(strategy.micro_batch_size), gigabytes(gpu.peak_bytes)))
+    figures = ("micro-batch", "GB")
+    print_rows(console(), ("name", "strategy", *figures), shown, figures=figures, folded={"strategy": 20})
     return 0
 
 
@@ -109,16 +106,13 @@ def _list_recipes(*, as_json: bool) -> int:
         ]
         print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
         return 0
-    from rich.table import Table
+    from ..show import console, print_rows
 
-    from ..show import console
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "scheme", "method", "purpose"):
-        table.add_column(column)
-    for recipe, run in zip(recipes, resolved, strict=True):
-        table.add_row(recipe.name, run.scheme.name, run.method, recipe.purpose)
-    console().print(table)
+    shown = [
+        (recipe.name, run.scheme.name, run.method, recipe.purpose)
+        for recipe, run in zip(recipes, resolved, strict=True)
+    ]
+    print_rows(console(), ("name", "scheme", "method", "purpose"), shown, folded={"purpose": 40})
     return 0
 
 

@@ -98,11 +98,10 @@ def _plan_explained(plan: Plan) -> dict[str, object]:
 
 
 def _show(plan: Plan) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from ...ds_configs.specs.units import gigabytes
-    from ..show import console, memory_bar
+    from ..show import console, memory_bar, print_rows
 
     out = console()
     gpu = plan.chosen.memory.gpu
@@ -112,18 +111,14 @@ def _show(plan: Plan) -> None:
     out.print(memory_bar(gpu, columns=out.width))
     phases = ", ".join(f"{name} {gigabytes(count)}" for name, count in gpu.phases.items())
     out.print(f"Tensors by phase, GB: {phases}. The largest decides.")
-    table = Table(title=f"Terms of the {gpu.phase} phase", title_justify="left", box=None, pad_edge=False)
-    for column in ("term", "GB", "what it is"):
-        table.add_column(column, justify="right" if column == "GB" else "left")
-    for name, count in sorted(gpu.terms.items(), key=lambda item: -item[1]):
-        table.add_row(name.replace("_", " "), gigabytes(count), _meaning(name))
-    out.print(table)
-    times = Table(title="Terms of the step's time", title_justify="left", box=None, pad_edge=False)
-    for column in ("term", "seconds", "what it is"):
-        times.add_column(column, justify="right" if column == "seconds" else "left")
-    for name, seconds in sorted(plan.chosen.time.terms.items(), key=lambda item: -item[1]):
-        times.add_row(time_term_name(name), f"{seconds:.4f}", TIME_TERM_MEANINGS.get(name, ""))
-    out.print(times)
+    bytes_of = sorted(gpu.terms.items(), key=lambda item: -item[1])
+    rows = [(name.replace("_", " "), gigabytes(count), _meaning(name)) for name, count in bytes_of]
+    title = f"Terms of the {gpu.phase} phase"
+    print_rows(out, ("term", "GB", "what it is"), rows, title=title, figures=("GB",), folded={"what it is": 40})
+    seconds_of = sorted(plan.chosen.time.terms.items(), key=lambda item: -item[1])
+    rows = [(time_term_name(name), f"{count:.4f}", TIME_TERM_MEANINGS.get(name, "")) for name, count in seconds_of]
+    headings = ("term", "seconds", "what it is")
+    print_rows(out, headings, rows, title="Terms of the step's time", figures=headings[1:2], folded={"what it is": 40})
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:
         out.print(f"- {other.reason}", markup=False)

@@ -108,10 +108,10 @@ def show_rehearsal(found: Rehearsal) -> None:
     out.print(checks)
     if found.measured:
         out.print()
-        out.print(_memory_table(found))
+        _show_memory(found)
     if found.changes:
         out.print()
-        out.print(_changes_table(found))
+        _show_changes(found)
     out.print()
     verdict = "Passed" if found.passed else "Failed"
     style = "bold green" if found.passed else "bold red"
@@ -119,40 +119,36 @@ def show_rehearsal(found: Rehearsal) -> None:
     out.print(Text.assemble((verdict, style), f" in {found.seconds:.0f} s{files}"))
 
 
-def _memory_table(found: Rehearsal) -> object:
-    from rich.table import Table
+def _show_memory(found: Rehearsal) -> None:
+    from ..show import console, print_rows
 
     predicted, measured = found.predicted or {}, found.measured or {}
-    table = Table(box=None, pad_edge=False, title="MB on the fullest rank, measured / predicted", title_justify="left")
     phases = [phase for phase in measured if phase in predicted]
-    table.add_column("")
-    for phase in phases:
-        table.add_column(phase, justify="right")
 
     def cell(one: int, other: int) -> str:
         return f"{one / 1e6:.2f} / {other / 1e6:.2f}" if one or other else ""
 
-    for role in next(iter(measured.values()), {}):
-        table.add_row(role, *(cell(measured[phase][role], predicted[phase].roles[role]) for phase in phases))
+    rows = [
+        (role, *(cell(measured[phase][role], predicted[phase].roles[role]) for phase in phases))
+        for role in next(iter(measured.values()), {})
+    ]
     totals = [(sum(measured[phase].values()), sum(predicted[phase].roles.values())) for phase in phases]
-    table.add_row("together", *(cell(one, other) for one, other in totals), style="bold")
-    return table
+    rows.append(("together", *(cell(one, other) for one, other in totals)))
+    title = "MB on the fullest rank, measured / predicted"
+    print_rows(console(), ("", *phases), rows, title=title, figures=phases)
 
 
-def _changes_table(found: Rehearsal) -> object:
-    from rich.table import Table
-    from rich.text import Text
+def _show_changes(found: Rehearsal) -> None:
+    from ..show import console, print_rows
 
-    table = Table(box=None, pad_edge=False, title="Scaled for the rehearsal", title_justify="left")
-    for name in ("value", "plan", "rehearsal"):
-        table.add_column(name, overflow="fold", no_wrap=name == "value")
+    rows = []
     for change in found.changes:
         values = ("-" if value is None else str(value) for value in (change.before, change.after))
         # Of a file that lies elsewhere the name is enough.
         before, after = (Path(value).name if value.startswith("/") else value for value in values)
         if before != after:
-            table.add_row(Text(change.where), Text(_short(before)), Text(_short(after)))
-    return table
+            rows.append((change.where, _short(before), _short(after)))
+    print_rows(console(), ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal")
 
 
 def _short(text: str, longest: int = 30) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from shardwright.cli.commands.configs import load_entry
-from shardwright.cli.show import print_compared, show_next, show_plan
+from shardwright.cli.show import print_compared, print_rows, show_next, show_plan
 from shardwright.ds_configs.specs.units import gigabytes
 
 ROWS = (("perplexity", "3.0834 ± 0.0123", "3.0123 ± 0.0119", "+0.0711 ± 0.0021"), ("bytes", "4,123,456,789", "", ""))
@@ -48,3 +48,18 @@ def test_a_plan_is_read_at_every_width(
     assert ("Why not: shardwright explain plan" in shown) == (width < 120)
     # Each layout is a line or three, not a column of words.
     assert width != 80 or len(shown.splitlines()) < 90
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines"),
+    [
+        (60, [f"name{' ' * 18}size  what it is", "a name of some words     1  a sentence that may be folded"]),
+        (40, ["a name of some words", "  size: 1", "  what it is: a sentence that may be", "  folded"]),
+    ],
+)
+def test_rows_that_do_not_fit_become_blocks(columns: int, lines: list[str]) -> None:
+    out = Console(file=io.StringIO(), width=columns)
+    row = ("a name of some words", "1", "a sentence that may be folded")
+    print_rows(out, ("name", "size", "what it is"), [row], figures=("size",), folded={"what it is": 20})
+    shown = [line.rstrip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert shown == lines
