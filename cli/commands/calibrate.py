@@ -131,8 +131,9 @@ def _show_runs(runs: tuple[StoredRun, ...]) -> None:
     from ...ds_configs.specs.units import gigabytes
     from ..show import console, print_rows
 
-    names, numbers = ("run", "GPU", "model", "layout"), ("ranks", "predicted", "allocated", "reserved", "ratio")
-    numbers, rows = (*numbers, "outside", "step s"), []
+    names = ("run", "GPU", "model", "layout")
+    numbers = ("ranks", "predicted", "allocated", "reserved", "ratio", "outside", "step s")
+    rows = []
     for stored in runs:
         run = stored.run
         outside = "-" if run.outside_allocator_bytes is None else gigabytes(run.outside_allocator_bytes)
