@@ -164,8 +164,12 @@ def _write_quantized(case: ServingCase, dense: Path, directory: Path) -> None:
     if not text.exists():
         text.write_text("\n\n".join(f"{number} times {number} is {number * number}." for number in range(2000)))
     stated = {"scheme": case.scheme, "method": case.method, "dataset": str(text), "num_samples": 16, "seq_len": 64}
-    settings = quantize_settings(stated | case.settings)
-    prepared = prepare(str(dense), settings, None)
+    write_quantized(stated | case.settings, dense, directory)
+
+
+def write_quantized(stated: Mapping[str, Any], dense: Path, directory: Path) -> None:
+    """Quantize a checkpoint by the settings of `shardwright quantize`, in this process."""
+    prepared = prepare(str(dense), quantize_settings(dict(stated)), None)
     with without_bars():
         quantized = quantize_in_memory(prepared, journal=None, device="cpu", report=lambda _: None)
         quantized.save(directory)

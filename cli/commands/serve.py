@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -86,6 +87,7 @@ def serve_command(
         installed_engine,
         port_faults,
         processor_flags,
+        runnable_line,
         server_faults,
     )
 
@@ -94,6 +96,7 @@ def serve_command(
     draft = None if settings.draft is None else read_served_model(settings.draft)
     plan = plan_serving(model, request, draft=draft)
     found = installed_engine(settings.engine)
+    plan = replace(plan, line=runnable_line(plan.line, found))
     faults = server_faults(settings.engine, found, model.quantization)
     if not options.dry_run:
         faults += port_faults(settings.host, settings.port)

