@@ -120,9 +120,14 @@ def _run(arguments: Sequence[str], advice: str) -> None:
     with subprocess.Popen(arguments, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None, "it was asked for"
         said = []
-        for line in process.stderr:
-            sys.stderr.write(line)
-            said.append(line.strip())
+        try:
+            for line in process.stderr:
+                sys.stderr.write(line)
+                said.append(line.strip())
+        except BaseException:
+            # A signal that this process alone gets would leave pip installing.
+            process.terminate()
+            raise
     if process.returncode:
         reasons = [line for line in said if "error" in line.lower()] or [line for line in said if line]
         detail = "; ".join(reasons[-_REASON_LINES:]) or f"exit code {process.returncode}"

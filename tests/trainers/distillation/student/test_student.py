@@ -26,6 +26,7 @@ from shardwright.trainers.distillation.student.low_rank import low_rank
 from shardwright.trainers.distillation.student.maker import make_student, plan_student
 from shardwright.trainers.distillation.student.request import StudentRequest
 from shardwright.trainers.distillation.student.sparsity import sparse
+from writable_hub import writable_hub
 
 VOCAB = 300
 DECODER = {
@@ -357,8 +358,10 @@ def test_command_writes_a_model_and_says_how_much_is_left(shell, llama, tmp_path
     sizes = ("--layers", "2", "--heads", "4", "--intermediate", "24", "--low-rank-energy", "0.9", "--sparsity", "0.5")
     dry = shell(llama, *sizes, "--output-dir", str(out), "--dry-run")
     assert dry.code == 0 and "No files written" in dry.out and not out.parent.exists()
-    result = shell(llama, *sizes, "--output-dir", str(out))
+    with writable_hub() as hub:
+        result = shell(llama, *sizes, "--output-dir", str(out), "--push-to-hub", "ada/small")
     assert result.code == 0, result.err
+    assert hub.repositories == {"ada/small": False} and set(hub.files) == {path.name for path in out.iterdir()}
     assert "layers kept: 0, 2" in result.out and "the file is no smaller" in result.out
     assert [path.name for path in out.parent.iterdir()] == ["student"]
     again = shell(llama, *sizes, "--output-dir", str(out))
