@@ -160,7 +160,8 @@ def sample_shapes(family: str, count: int, *, adapter: Adapter = "none", seed: i
                 dimensions=size,
                 micro_batch_size=choose.choice([2, 3, 5, 6]),
                 seq_len_tokens=choose.choice([9, 11, 13, 15, 17, 19, 21, 23]),
-                lora_rank=0 if adapter == "none" else choose.choice([2, 4, 6, 10]),
+                # No batch size: an adapter's matrix would look like one vector of each sequence.
+                lora_rank=0 if adapter == "none" else choose.choice([4, 8, 12, 16]),
             )
         )
     return shapes

@@ -208,8 +208,6 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         kinds={"layer": "vit.layers.*.mlp.fc2.weight"},
         settings=("hidden_act", "num_channels"),
         inputs="image",
-        # The adapted classifier keeps what depends on its labels.
-        adapters=("none",),
     ),
     "DeepseekV2ForCausalLM": KindFamily(
         model_type="deepseek_v2",

@@ -24,7 +24,8 @@ from .kind_sizes import Values
 from .run import Phases, enable_checkpointing, run_training_step
 
 _DRAWN_SHAPES = 64
-_LORA_RANKS = (2, 4, 6, 10)
+# No batch size: an adapter's matrix would look like one vector of each sequence.
+_LORA_RANKS = (4, 8, 12, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +51,23 @@ def config_at(architecture: str, values: Values, depths: Mapping[str, int]) -> d
 def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int = 20) -> list[KindShape]:
     """Draw shapes whose sizes vary independently; token counts are no multiples of 8, as the widths are."""
     choose, family = random.Random(f"{architecture} {seed}"), KIND_FAMILIES[architecture]
-    return [
-        KindShape(
+    shapes: list[KindShape] = []
+    while len(shapes) < count:
+        shape = KindShape(
             values=family.sizes(choose),
             micro_batch_size=choose.choice([2, 3, 5, 6]),
             seq_len_tokens=choose.choice([9, 11, 13, 15, 17, 19, 21, 23]),
             lora_rank=0 if adapter == "none" else choose.choice(_LORA_RANKS),
         )
-        for _ in range(count)
-    ]
+        tokens = shape.micro_batch_size * shape.seq_len_tokens
+        # What routed tokens keep must not look like a weight's gradient either.
+        if not {tokens, tokens * shape.values.get("num_experts_per_tok", 1)} & _integers(shape.values):
+            shapes.append(shape)
+    return shapes
+
+
+def _integers(values: Values) -> set[int]:
+    return {value for value in values.values() if isinstance(value, int)}
 
 
 def specification(architecture: str, shape: KindShape) -> ModelSpec:
