@@ -44,6 +44,8 @@ class Way:
     """Python that runs it."""
     path: str = ""
     """Further directory with packages."""
+    dtype: str = "float32"
+    """Type that Transformers reads the result in; torchao's 4-bit tensors know that which they were made in."""
 
 
 def ways(torchao: str | None, gptqmodel: str | None) -> list[Way]:
@@ -68,10 +70,11 @@ def ways(torchao: str | None, gptqmodel: str | None) -> list[Way]:
         name = f"bitsandbytes, {kind}"
         found.append(Way(name=name, arguments=_script("bitsandbytes", kind), user_writes="4 lines"))
     if torchao is not None:
-        found += [
-            Way(name=f"torchao, {kind}", arguments=_script("torchao", kind), user_writes="5 lines", path=torchao)
-            for kind in ("int4", "int8")
-        ]
+        for kind, dtype in (("int4", "bfloat16"), ("int8", "float32")):
+            script = _script("torchao", kind)
+            found.append(
+                Way(name=f"torchao, {kind}", arguments=script, user_writes="5 lines", path=torchao, dtype=dtype)
+            )
     if gptqmodel is not None:
         script = _script("gptqmodel", "gptq")
         found.append(Way(name="GPTQModel, gptq", arguments=script, user_writes="5 lines", interpreter=gptqmodel))
@@ -106,7 +109,7 @@ def _environment(way: Way) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(kept), "HF_HUB_OFFLINE": "1"}
 
 
-def judge(directory: Path, rows_file: Path, dense: Path) -> dict[str, float]:
+def judge(directory: Path, rows_file: Path, dense: Path, dtype: str) -> dict[str, float]:
     """Return KL, loss and agreement of a checkpoint beside the dense one, with standard errors over rows."""
     import torch
     from safetensors.torch import load_file
@@ -115,13 +118,13 @@ def judge(directory: Path, rows_file: Path, dense: Path) -> dict[str, float]:
     rows_NS = load_file(rows_file)["evaluation"]
 
     @torch.inference_mode()
-    def log_probabilities(place: Path) -> torch.Tensor:
-        model = AutoModelForCausalLM.from_pretrained(place, device_map={"": "cpu"}, dtype=torch.float32).eval()
+    def log_probabilities(place: Path, dtype: str) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(place, device_map={"": "cpu"}, dtype=dtype).eval()
         return torch.cat(
             [model(input_ids=part_nS).logits[:, :-1].float() for part_nS in rows_NS.split(16)]
         ).log_softmax(-1)
 
-    log_p_NSV, log_q_NSV = log_probabilities(dense), log_probabilities(directory)
+    log_p_NSV, log_q_NSV = log_probabilities(dense, "float32"), log_probabilities(directory, dtype)
     kl_N = (log_p_NSV.exp() * (log_p_NSV - log_q_NSV)).sum(-1).mean(-1).double()
     targets_NS1 = rows_NS[:, 1:, None]
     excess_N = (log_p_NSV - log_q_NSV).gather(-1, targets_NS1)[..., 0].mean(-1).double()
@@ -139,7 +142,7 @@ def judged(way: Way, output: Path, rows_file: Path, dense: Path) -> dict[str, fl
     if not stored:
         return "no safetensors were written"
     directory = stored[0].parent
-    command = [way.interpreter, __file__, "--judge", str(directory), str(rows_file), str(dense)]
+    command = [way.interpreter, __file__, "--judge", str(directory), str(rows_file), str(dense), way.dtype]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment(way), timeout=_SECONDS, check=False)
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -176,11 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="ways with this word in their name")
     parser.add_argument("--torchao", default=None, help="directory with torchao")
     parser.add_argument("--gptqmodel", default=None, help="interpreter of an environment with gptqmodel")
-    parser.add_argument("--judge", nargs=3, type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--judge", nargs=4, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="replace the table of the page")
     flags = parser.parse_args(arguments)
     if flags.judge is not None:
-        print(json.dumps(judge(*flags.judge)))
+        print(json.dumps(judge(*map(Path, flags.judge[:3]), flags.judge[3])))
         return 0
     sys.path.insert(0, str(ROOT / "tests"))
     from small_llama import ROWS_FILE, trained_llama
