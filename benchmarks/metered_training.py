@@ -27,6 +27,7 @@ from shardwright.plugins.metering.byte_meter import Meter, MeterReading
 from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
 from shardwright.plugins.peft.lora import add_lora, four_bit_loading
 from shardwright.plugins.transformers.partial_checkpointing import partial_checkpointing_callback
+from shardwright.plugins.transformers.selective_checkpointing import selective_checkpointing_callback
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -74,6 +75,8 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
         del model
         if strategy.checkpointed_layers is not None:
             trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
+        if strategy.keeps_products:
+            trainer.add_callback(selective_checkpointing_callback())
         (meter_pipeline_trainer if strategy.pp > 1 else meter_trainer)(trainer, meter)
         trainer.train()
         reading = meter.reading()

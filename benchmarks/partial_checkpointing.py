@@ -1,4 +1,4 @@
-"""Predicted beside metered memory where only the first layers are recomputed.
+"""Predicted beside metered memory where only the first layers are recomputed, or all of them but for their products.
 
 `python benchmarks/partial_checkpointing.py` trains every case through the stock Trainer, those of pipelines through
 `PipelineTrainer`, on two CPU ranks with the byte meter on. `--write` stores the readings; `--stored` predicts the
@@ -29,11 +29,12 @@ class PartialCase(Case):
     """A training run that recomputes the first layers of a model; the layout `pp` is a pipeline of all ranks."""
 
     checkpointed_layers: int
+    keeps_products: bool = False
 
     @property
     def name(self) -> str:
         """The name of the run with the count of layers."""
-        return f"{super().name}-first{self.checkpointed_layers}"
+        return f"{super().name}-first{self.checkpointed_layers}{'-kept-products' if self.keeps_products else ''}"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class PartialCase(Case):
             strategy = replace(plain, dp_shard=1, pp=self.ranks)
         else:
             strategy = super().strategy()
-        return replace(strategy, checkpointed_layers=self.checkpointed_layers)
+        return replace(strategy, checkpointed_layers=self.checkpointed_layers, keeps_products=self.keeps_products)
 
 
 def cases() -> list[PartialCase]:
@@ -71,6 +72,18 @@ def cases() -> list[PartialCase]:
         ("qwen3", "fsdp2", "fp32", 1, 4),
         ("gpt2", "fsdp2", "bf16", 1, 6),
     ]
+    keeping = [
+        ("llama", "ddp", "bf16", 1, 8),
+        ("gpt2", "ddp", "fp32", 4, 8),
+        ("qwen3", "zero1", "bf16", 4, 8),
+        ("gpt2", "zero2", "fp32", 1, 8),
+        ("gemma2", "zero2", "bf16", 4, 8),
+        ("llama", "zero3", "bf16", 1, 8),
+        ("qwen3", "zero3", "bf16", 4, 8),
+        ("llama", "fsdp2", "bf16", 4, 8),
+        ("gpt2", "fsdp2", "fp32", 1, 8),
+        ("qwen3", "fsdp2", "bf16", 1, 5),
+    ]
     return [
         PartialCase(
             model=model,
@@ -82,8 +95,10 @@ def cases() -> list[PartialCase]:
             ranks=2,
             method="full",
             checkpointed_layers=layers,
+            keeps_products=keeps,
         )
-        for model, layout, precision, accumulation, layers in shapes
+        for keeps, group in ((False, shapes), (True, keeping))
+        for model, layout, precision, accumulation, layers in group
     ]
 
 
@@ -126,16 +141,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stored", action="store_true")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--kept-products", action="store_true", help="measure these cases alone, beside the stored")
     parser.add_argument("files", nargs="*", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.files:
         work(*options.files)
         return
-    records = (
-        json.loads(MEASURED.read_text(encoding="utf-8"))
-        if options.stored
-        else measure_cases(cases(), worker_file=Path(__file__).name)
-    )
+    stored = json.loads(MEASURED.read_text(encoding="utf-8"))
+    wanted = [case for case in cases() if case.keeps_products or not options.kept_products]
+    records = stored
+    if not options.stored:
+        kept = [record for record in stored if options.kept_products and PartialCase(**record["case"]) not in wanted]
+        records = kept + measure_cases(wanted, worker_file=Path(__file__).name)
     show(table(records))
     if options.write:
         store(records, MEASURED)

@@ -1,4 +1,7 @@
-"""Derives the stored activation coefficients: `python tools/activation_trace.py --write [FAMILY ...]`."""
+"""Derives the stored activation coefficients: `python tools/activation_trace.py --write [FAMILY ...]`.
+
+`--selective` derives those of layers that keep their products, of dense families alone.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shardwright.ds_configs.memory.activation_kinds import KINDS_FILE
-from shardwright.ds_configs.memory.activations import ADDED_FILE, DATA_FILE, Adapter, Mode
+from shardwright.ds_configs.memory.activations import (
+    ADDED_FILE,
+    DATA_FILE,
+    SELECTIVE_FILE,
+    Adapter,
+    Mode,
+    load_coefficients,
+)
 from shardwright.plugins.activations.request import trace_model
 
 __all__ = ["derive_coefficients", "main", "trace_model"]
 
 DATA_PATH = Path(__file__).parents[1] / "ds_configs" / "data" / DATA_FILE
+SELECTIVE_PATH = DATA_PATH.with_name(SELECTIVE_FILE)
 ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)
 KINDS_PATH = DATA_PATH.with_name(KINDS_FILE)
 VERSIONED_PACKAGES = ("torch", "transformers", "peft")
@@ -73,12 +84,16 @@ def derive_coefficients(
 
 def main(arguments: list[str]) -> int:
     """Derives families and prints their tables, or writes them into the data file next to the stored ones."""
-    from shardwright.plugins.activations.families import FIRST
+    from shardwright.plugins.activations.families import FIRST, MIXTURES
 
     parser = argparse.ArgumentParser(prog="activation_trace", description=__doc__)
-    parser.add_argument("families", nargs="*", choices=[*FIRST, []], help="default: all")
+    known = load_coefficients()["tables"]
+    parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
+    parser.add_argument("--selective", action="store_true", help=f"derive what {SELECTIVE_FILE} holds")
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     options = parser.parse_args(arguments)
+    if options.selective:
+        return _selective(options.families or [name for name in known if name not in MIXTURES], write=options.write)
     tables: dict[str, Any] = json.loads(DATA_PATH.read_text(encoding="utf-8"))["tables"]
     for family in options.families or FIRST:
         tables[family] = derive_coefficients(family)
@@ -87,6 +102,29 @@ def main(arguments: list[str]) -> int:
         if options.write:
             DATA_PATH.write_text(render(document), encoding="utf-8")
     if not options.write:
+        sys.stdout.write(render(document))
+    return 0
+
+
+def _selective(families: Iterable[str], *, write: bool) -> int:
+    from shardwright.plugins.activations.fit import derive_selective_table
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    document = json.loads(SELECTIVE_PATH.read_text(encoding="utf-8"))
+    document["versions"] = {name: version(name) for name in VERSIONED_PACKAGES}
+    for family in families:
+        document["tables"][family] = {
+            mode: {
+                attention: derive_selective_table(family, mode=mode, attention=attention)
+                for attention in ("fused", "masked")
+            }
+            for mode in get_args(Mode)
+        }
+        print(f"{family}: derived", file=sys.stderr)
+        if write:
+            SELECTIVE_PATH.write_text(render(document), encoding="utf-8")
+    if not write:
         sys.stdout.write(render(document))
     return 0
 

@@ -9,6 +9,7 @@ from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS
 from ..specs.model import targeted_linears
 from .candidate import Candidate, Rule, one_of
 from .combinations import columns_of, incompatibility_faults
+from .kept_products import kept_products_are_counted
 from .parallel_rules import AXIS_RULES, PARALLEL_RULES, AxisRule, pipeline_parallelism
 
 
@@ -297,6 +298,7 @@ RULES: tuple[Rule, ...] = (
     lora_targets_exist,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
+    kept_products_are_counted,
     *PARALLEL_RULES,
 )
 """All rules, in the order in which they are checked."""

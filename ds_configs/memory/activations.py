@@ -20,12 +20,26 @@ Attention = Literal["auto", "fused", "masked", "math", "eager"]
 DATA_FILE = "activations.json"
 ADDED_FILE = "added_activations.json"
 """Families that `tools/add_family.py` stored, with the same structure."""
+SELECTIVE_FILE = "selective_activations.json"
+"""Coefficients of `SelectiveBytes` in full training, by family, mode and attention."""
 
 
 class UnknownFamilyError(ShardwrightError):
     """No coefficients are stored for a model family, or not for the asked mode or adapter."""
 
     exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveBytes:
+    """Activation bytes of a layer whose checkpointing keeps the results of products and fused attention."""
+
+    kept_bytes_per_layer: int
+    """Kept from forward to backward: the layer's input, and those results."""
+    forward_transient_bytes: int
+    """Largest live bytes in the last layer's forward beyond what all layers keep."""
+    backward_transient_bytes: int
+    """Largest live bytes in the last layer's backward beyond that and `outside_layer_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +63,8 @@ class ActivationEstimate:
     """The same with checkpointing: holds the recomputed layer's saved tensors too."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
+    selective: SelectiveBytes | None = None
+    """What a layer keeps and needs that recomputes all but its products; `None` where nobody traced it."""
     loss_forward_peak_bytes: int
     """Largest live bytes from the output head to the end of the loss, beyond what the layers and `outside` keep."""
     loss_kept_bytes: int
@@ -106,13 +122,19 @@ def load_coefficients() -> Mapping[str, Any]:
     return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
 
 
+@lru_cache(maxsize=1)
+def load_selective() -> Mapping[str, Any]:
+    """Reads the stored coefficients of `SelectiveBytes` by family, mode and attention."""
+    data = resources.files(__package__.rpartition(".")[0]).joinpath("data", SELECTIVE_FILE)
+    tables: Mapping[str, Any] = json.loads(data.read_text(encoding="utf-8"))["tables"]
+    return tables
+
+
 def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source: str) -> ActivationEstimate:
     """Turns one coefficient table into bytes: the largest candidate of each quantity, `sum(coefficient * feature)`."""
-    point = [features[name] for name in table["features"]]
 
     def largest(name: str) -> int:
-        candidates: list[list[float]] = table[name]
-        return max(ceil(sum(c * x for c, x in zip(candidate, point, strict=True))) for candidate in candidates)
+        return _largest(table, name, features)
 
     return ActivationEstimate(
         saved_bytes_per_layer=largest("saved_per_layer"),
@@ -126,6 +148,23 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         loss_backward_peak_bytes=largest("loss_backward_peak"),
         autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
         source=source,
+    )
+
+
+def _largest(table: Mapping[str, Any], name: str, features: Mapping[str, int]) -> int:
+    point = [features[feature] for feature in table["features"]]
+    candidates: list[list[float]] = table[name]
+    return max(ceil(sum(c * x for c, x in zip(candidate, point, strict=True))) for candidate in candidates)
+
+
+def _selective(family: str, mode: Mode, adapter: Adapter, path: str, features: Mapping[str, int]) -> Any:
+    table = load_selective().get(family, {}).get(mode, {}).get(path)
+    if table is None or adapter != "none":
+        return None
+    return SelectiveBytes(
+        kept_bytes_per_layer=_largest(table, "kept_per_layer", features),
+        forward_transient_bytes=max(0, _largest(table, "forward_transient", features)),
+        backward_transient_bytes=max(0, _largest(table, "backward_transient", features)),
     )
 
 
@@ -182,6 +221,7 @@ def estimate_activations(
         dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
     estimate = evaluate_table(table, whole, source)
+    estimate = replace(estimate, selective=_selective(family, mode, adapter, path, whole))
     tokens = micro_batch_size * seq_len_tokens
     if not chunked_loss or tokens <= chunked_loss_tokens(tokens, dimensions):
         return estimate

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..specs.errors import Fault, UsageError
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.strategy import Strategy
 from .activation_source import ActivationSource, cached_activations, outside_without_norm
-from .activations import ActivationEstimate, Attention, Mode
+from .activations import ActivationEstimate, Attention, Mode, SelectiveBytes
 from .buffers import buffer_terms
 from .distillation_memory import distillation_loss_terms, teacher_terms
 from .model_states import model_state_terms
@@ -103,8 +104,11 @@ def _micro_batch_terms(
     forward = kept(layers)
     if recomputed or gathered:
         # The last layer, at which most is kept, runs without recomputation unless all layers have it.
-        own = traced.forward_transient_bytes // ranks if recomputed == layers else 0
-        forward |= {"forward_transient": own + gathered}
+        own = 0
+        if recomputed == layers:
+            own = _kept_products(traced).forward_transient_bytes if strategy.keeps_products else 0
+            own = own or traced.forward_transient_bytes
+        forward |= {"forward_transient": own // ranks + gathered}
     loss = _loss_terms(strategy, model, job, traced)
     around = kept(layers) | _dequantized(model, job)
     return at_moments(
@@ -150,9 +154,20 @@ def _layer_bytes(
     if strategy.sp > 1:
         # What attention returns is saved for whole sequences and, after the exchange of heads, for all heads.
         more += job.compute_bytes * tokens * model.dimensions.query_size
+    if recomputed and strategy.keeps_products:
+        kept = _kept_products(traced)
+        return kept.kept_bytes_per_layer, kept.backward_transient_bytes + more
     if recomputed:
         return traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more
     return traced.saved_bytes_per_layer + more, traced.backward_transient_bytes
+
+
+def _kept_products(traced: ActivationEstimate) -> SelectiveBytes:
+    if traced.selective is None:
+        rule = "keeps products whose bytes were not traced with this model"
+        fix = "use --gradient-checkpointing auto, without --trace-activations"
+        raise UsageError(Fault(where="gradient_checkpointing", value="selective", rule=rule, fix=fix))
+    return traced.selective
 
 
 def _weight_copies(

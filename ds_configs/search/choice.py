@@ -285,6 +285,7 @@ def _pareto_point(variant: Variant) -> ParetoPoint:
     if strategy.gradient_checkpointing:
         layers = variant.question.model.dimensions.num_layers
         label += f", {strategy.recomputed_layers(-(-layers // strategy.pp))} layers recomputed"
+        label += " but for products" if strategy.keeps_products else ""
     if variant.job.loss == "chunked":
         label += ", chunked loss"
     return ParetoPoint(

@@ -76,6 +76,8 @@ def recomputation(variant: Variant) -> str:
     loss = ", with the chunked loss" if variant.job.loss == "chunked" else ""
     if not strategy.gradient_checkpointing:
         return f"without gradient checkpointing{loss}"
+    if strategy.keeps_products:
+        return f"with gradient checkpointing that keeps products and attention{loss}"
     if strategy.checkpointed_layers is None:
         return f"with gradient checkpointing{loss}"
     layers = -(-variant.question.model.dimensions.num_layers // strategy.pp)

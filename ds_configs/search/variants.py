@@ -119,7 +119,8 @@ def variants(
         sizes_only: Whether sizes alone must be right, for layouts that nothing runs.
     """
     job = questions[0].job
-    switches = {"auto": (False, True), "on": (True,), "off": (False,)}[job.gradient_checkpointing]
+    switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
+    level = replace(level, keeps_products=job.gradient_checkpointing == "selective")
     lean = lean_variant(level, questions[0].model, job)
     layouts = (level,) if lean is None else (level, lean)
     layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)

@@ -13,7 +13,7 @@ from .teacher_placement import TeacherPlacementChoice
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Method = Literal["full", "lora", "qlora"]
-Switch = Literal["auto", "on", "off"]
+Recomputation = Literal["auto", "on", "off", "selective"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
@@ -109,8 +109,8 @@ class TrainingJob:
     """Rank of the LoRA matrices; unused with `full`."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Module name endings that LoRA adapts, or `all-linear`; unused with `full`."""
-    gradient_checkpointing: Switch = "auto"
-    """Whether each layer is recomputed in the backward pass."""
+    gradient_checkpointing: Recomputation = "auto"
+    """Whether each layer is recomputed in the backward pass; `selective` keeps its products and attention."""
     strategy: StrategyName = "auto"
     """The engine and stage to use."""
     offload: OffloadName = "auto"
@@ -172,7 +172,7 @@ def job_faults(job: TrainingJob) -> list[Fault]:
     for field, choices in (
         ("precision", Precision),
         ("method", Method),
-        ("gradient_checkpointing", Switch),
+        ("gradient_checkpointing", Recomputation),
         ("strategy", StrategyName),
         ("offload", OffloadName),
         ("objective", ObjectiveName),

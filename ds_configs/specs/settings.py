@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from .errors import Fault, UsageError
-from .job import OffloadName, StrategyName, Switch
+from .job import OffloadName, Recomputation, StrategyName
 from .teacher_placement import TeacherPlacementChoice
 from .yaml_file import yaml_value
 
@@ -192,7 +192,9 @@ class TrainingSettings(Settings):
     optimizer: str = Field("adamw_torch_fused", description="A name of the Trainer's optim")
     lora_rank: int = Field(16, ge=1, description="Rank of the LoRA matrices")
     lora_targets: JoinedNames = Field("all-linear", description="Module names separated by commas, or all-linear")
-    gradient_checkpointing: Switch = Field("auto", description="Recompute each layer in the backward pass")
+    gradient_checkpointing: Recomputation = Field(
+        "auto", description="Recompute each layer in the backward pass; selective keeps products and attention"
+    )
     strategy: StrategyName = Field("auto", description="Engine and stage")
     offload: OffloadName = Field(
         "auto", description="Where optimizer states, and with cpu-all also parameters, may live"

@@ -78,6 +78,9 @@ class Strategy:
     checkpointed_layers: int | None = None
     """With gradient checkpointing, the decoder layers that are recomputed: the first so many, in a pipeline of each
     stage; `None` for all."""
+    keeps_products: bool = False
+    """With gradient checkpointing, whether recomputed layers keep the results of their matrix products and of fused
+    attention, so that only what is bound by memory runs again (torch's selective checkpointing)."""
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     """DeepSpeed buffers; unused by other engines."""
 

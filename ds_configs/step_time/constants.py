@@ -61,6 +61,8 @@ class GpuConstants:
     """Computation that is lost for each second of communication beside it: both use memory bandwidth and processors."""
     scatter_share: float = 0.5
     """Time of a large all-gather or reduce-scatter over that of an all-reduce of as many bytes: half of it on rings."""
+    kept_products_seconds: float = 0.0
+    """Host time of a layer that keeps its products: Python looks at every operator, forward and recomputed."""
     zero3_hook_seconds: float = 0.0
     """Host time of ZeRO-3's hooks for each pass over a layer (forward, recomputed, backward)."""
     error: float

@@ -132,6 +132,8 @@ def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, floa
         head, head_back = head_passes(setting.work, setting.batch.tokens, setting.device, software, chunked, full)
     recomputed = setting.strategy.recomputed_layers(layers)
     again = layers * forward.attention if software.selective_recomputation else recomputed * forward.device
+    if setting.strategy.keeps_products:
+        again = recomputed * forward.memory
     terms = {
         "matrix_products": layers * (forward.products + backward.products),
         "attention": layers * (forward.attention + backward.attention),
@@ -143,6 +145,8 @@ def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, floa
     host = (kernels + head.kernels + head_back.kernels) * setting.constants.launch_seconds
     if setting.strategy.zero_stage == 3:
         host += (2 * layers + recomputed) * setting.constants.zero3_hook_seconds
+    if setting.strategy.keeps_products:
+        host += recomputed * setting.constants.kept_products_seconds
     ahead = layers * forward.device + head.device
     if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
         terms["teacher_forward"] = _teacher_seconds(setting, job.teacher)

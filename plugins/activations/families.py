@@ -187,6 +187,7 @@ def build_subject(
     adapter: Adapter,
     lora_rank: int,
     checkpointing: bool,
+    keeps_products: bool = False,
     implementation: str = "sdpa",
 ) -> TracedModel:
     """Builds one randomly initialised model in training mode, with adapters and checkpointing as asked."""
@@ -201,7 +202,7 @@ def build_subject(
         model = model.to(torch.bfloat16 if mode == "bf16" else torch.float32)
     model = model.train()
     if checkpointing:
-        enable_checkpointing(model)
+        enable_checkpointing(model, keeps_products=keeps_products)
     stack = base.transformer.h if family == "gpt2" else base.model.layers
     return TracedModel(model=model, layers=list(stack), head=base.get_output_embeddings())
 

@@ -48,7 +48,14 @@ class Measured:
 
 
 def measure(
-    family: str, shape: Shape, *, mode: Mode, adapter: Adapter, attention: str, checkpointing: bool
+    family: str,
+    shape: Shape,
+    *,
+    mode: Mode,
+    adapter: Adapter,
+    attention: str,
+    checkpointing: bool,
+    keeps_products: bool = False,
 ) -> Measured:
     """Runs the model with two and with four layers."""
     runs = []
@@ -60,6 +67,7 @@ def measure(
             adapter=adapter,
             lora_rank=shape.lora_rank,
             checkpointing=checkpointing,
+            keeps_products=keeps_products,
             implementation="eager" if attention == "eager" else "sdpa",
         )
         inputs = build_inputs(shape, attention=attention)
@@ -74,18 +82,7 @@ def measure(
 
 def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str) -> dict[str, Any]:
     """Traces enough shapes to solve for every coefficient, with spare shapes that must fit exactly."""
-    names = feature_names(family, adapter, attention)
-    shapes = sample_shapes(family, len(names) + SPARE_SHAPES, adapter=adapter)
-    values = [
-        feature_values(
-            shape.dimensions,
-            micro_batch_size=shape.micro_batch_size,
-            seq_len_tokens=shape.seq_len_tokens,
-            lora_rank=shape.lora_rank,
-        )
-        for shape in shapes
-    ]
-    design = np.array([[value[name] for name in names] for value in values], dtype=np.int64)
+    names, shapes, design = _equations(family, adapter, attention)
 
     def traced(checkpointing: bool) -> list[Measured]:
         return [
@@ -117,6 +114,53 @@ def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str) -
         "loss_backward_peak": solved("loss backward", [above_head(run, run.loss_backward) for run in runs]),
         "weight_copy_bytes_per_parameter": 2 if mode == "bf16_autocast" and copies == {True} else 0,
     }
+
+
+def derive_selective_table(family: str, *, mode: Mode, attention: str) -> dict[str, Any]:
+    """Traces what layers keep and need that recompute all but their products and attention, in full training."""
+    names, shapes, design = _equations(family, "none", attention)
+    cases = [
+        measure(
+            family,
+            shape,
+            mode=mode,
+            adapter="none",
+            attention=attention,
+            checkpointing=True,
+            keeps_products=True,
+        )
+        for shape in shapes
+    ]
+
+    def solved(name: str, rows: Sequence[Sequence[int]]) -> list[Candidate]:
+        return solve(design, rows, names, f"{family} {mode} {attention} selective {name}")
+
+    return {
+        "features": names,
+        "kept_per_layer": solved("kept", [[case.per_layer] for case in cases]),
+        "forward_transient": solved(
+            "forward", [[live - case.per_layer for live in case.shallow.layer_forward] for case in cases]
+        ),
+        "backward_transient": solved(
+            "backward", [above_head(case.shallow, case.shallow.layer_backward) for case in cases]
+        ),
+    }
+
+
+def _equations(family: str, adapter: Adapter, attention: str) -> tuple[list[str], list[Shape], NDArray[np.int64]]:
+    """Return the features, shapes that determine their coefficients, and the features' values in each shape."""
+    names = feature_names(family, adapter, attention)
+    shapes = sample_shapes(family, len(names) + SPARE_SHAPES, adapter=adapter)
+    values = [
+        feature_values(
+            shape.dimensions,
+            micro_batch_size=shape.micro_batch_size,
+            seq_len_tokens=shape.seq_len_tokens,
+            lora_rank=shape.lora_rank,
+        )
+        for shape in shapes
+    ]
+    return names, shapes, np.array([[value[name] for name in names] for value in values], dtype=np.int64)
 
 
 def above_head(run: Phases, live: Sequence[int]) -> list[int]:

@@ -29,12 +29,15 @@ class Case:
     optimizer: str = "adamw_torch"
     zero_gradient_step: bool = False
     """Step once on zero gradients before training, as ZeRO-0 in 16 bit does."""
+    kept_products: bool = False
+    """Recompute all of each layer but its products and attention."""
 
     @property
     def name(self) -> str:
         engine = f"zero{self.zero_stage}" if self.engine == "deepspeed" else self.engine
         offload = "-offload" * self.offload_optimizer + "-param" * self.offload_param
         extra = "-sgd" * (self.optimizer == "sgd") + "-zero-step" * self.zero_gradient_step
+        extra += "-kept-products" * self.kept_products
         return f"{engine}{offload}{extra}-{'bf16' if self.bf16 else 'fp32'}-x{self.accumulation}"
 
     def training_arguments(self) -> dict[str, Any]:
@@ -44,6 +47,7 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "bf16": self.bf16,
             "optim": self.optimizer,
+            "gradient_checkpointing": self.kept_products,
             "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
             "weight_decay": 0.1,
             "max_grad_norm": 0.7,
@@ -90,6 +94,11 @@ RESIDENT_ENGINES = [engine for engine in ENGINES if not engine.get("offload_opti
 BF16_CASES = [Case(**engine, bf16=True, accumulation=2) for engine in ENGINES]
 BF16_CASES += [Case(**engine, bf16=True) for engine in RESIDENT_ENGINES]
 
+KEPT_PRODUCTS_CASES = [
+    Case(engine=engine, zero_stage=stage, bf16=True, accumulation=2, kept_products=True)
+    for engine, stage in (("deepspeed", 3), ("fsdp2", 0))
+]
+
 
 def reference_of(case: Case) -> Case:
     """Return the plain DDP run that `case` is compared with."""
@@ -104,4 +113,4 @@ def reference_of(case: Case) -> Case:
 
 def all_cases() -> list[Case]:
     """Return every run, references included."""
-    return list(dict.fromkeys([*(reference_of(case) for case in BF16_CASES), *BF16_CASES]))
+    return list(dict.fromkeys([*(reference_of(case) for case in BF16_CASES), *BF16_CASES, *KEPT_PRODUCTS_CASES]))

@@ -35,6 +35,22 @@ def zero_gradient_step() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kept_products() -> Iterator[None]:
+    """Let every layer of the Trainer's model keep its products."""
+    from shardwright.plugins.transformers.selective_checkpointing import selective_checkpointing_callback
+    from transformers import Trainer
+
+    train = Trainer.train
+
+    def train_keeping(trainer: Any, *arguments: Any, **options: Any) -> Any:
+        trainer.add_callback(selective_checkpointing_callback())
+        return train(trainer, *arguments, **options)
+
+    with patch.object(Trainer, "train", train_keeping):
+        yield
+
+
 def train(case: Case, model_directory: Path, output: Path) -> None:
     settings = output / f"{case.name}-rank{os.environ['RANK']}.arguments.json"
     settings.write_text(json.dumps(case.training_arguments()))
@@ -43,7 +59,8 @@ def train(case: Case, model_directory: Path, output: Path) -> None:
         *("--text", __file__, "--seq-len", str(SEQ_LEN), "--output-dir", str(output / case.name), "--no-save"),
         *("--losses-json", str(output / f"{case.name}.json")),
     ]
-    with zero_gradient_step() if case.zero_gradient_step else nullcontext():
+    changed = zero_gradient_step if case.zero_gradient_step else kept_products if case.kept_products else nullcontext
+    with changed():
         assert main(arguments) == 0, case.name
 
 

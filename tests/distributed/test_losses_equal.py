@@ -6,10 +6,11 @@ In fp32 they are compared in tests/equivalence.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import BF16_CASES, RANKS, STEPS, Case, all_cases, reference_of
+from cases import BF16_CASES, KEPT_PRODUCTS_CASES, RANKS, STEPS, Case, all_cases, reference_of
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -67,6 +68,11 @@ def test_zero0_in_bf16_trains_after_a_step_on_zero_gradients(
     ddp = losses[Case(engine="ddp", bf16=True, accumulation=accumulation)]
     assert zero0[0] == pytest.approx(ddp[0], abs=BF16_TOLERANCE)
     assert zero0[-1] > ddp[-1] + 0.05
+
+
+@pytest.mark.parametrize("case", KEPT_PRODUCTS_CASES, ids=lambda case: case.name)
+def test_recomputation_that_keeps_products_changes_no_loss(case: Case, losses: dict[Case, list[float]]) -> None:
+    assert losses[case] == losses[replace(case, kept_products=False)]
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)

@@ -201,6 +201,7 @@ def _worker_job(
         lora_rank=job.lora_rank,
         lora_targets=",".join(job.lora_targets),
         checkpointed_layers=strategy.checkpointed_layers,
+        keeps_products=strategy.keeps_products,
         axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
         stages=tuple(asdict(stage) for stage in stages),
     )

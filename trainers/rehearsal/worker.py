@@ -21,6 +21,7 @@ from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ...plugins.deepspeed.engine import prepare_nvme_offload
 from ...plugins.peft.lora import add_lora
 from ...plugins.transformers.partial_checkpointing import partial_checkpointing_callback
+from ...plugins.transformers.selective_checkpointing import selective_checkpointing_callback
 from ...plugins.transformers.training_arguments import (
     prepare_model_directory_save,
     save_model_directory,
@@ -50,6 +51,7 @@ class RehearsalJob(RankJob):
     lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
     text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
     checkpointed_layers: int | None = Field(default=None, description="layers that are recomputed; null for all")
+    keeps_products: bool = Field(default=False, description="whether recomputed layers keep products and attention")
     axes: dict[str, Any] = Field(description="ranks of every axis beyond data parallelism, by its field in Strategy")
     stages: tuple[dict[str, Any], ...] = Field(description="fields of the PipelineStages; none without a pipeline")
 
@@ -130,6 +132,8 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
     trainer.add_callback(progress_callback())
     if job.checkpointed_layers is not None:
         trainer.add_callback(partial_checkpointing_callback(job.checkpointed_layers))
+    if job.keeps_products:
+        trainer.add_callback(selective_checkpointing_callback())
     return trainer, recorder
 
 

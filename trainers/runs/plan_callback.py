@@ -33,6 +33,7 @@ from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.transformers.partial_checkpointing import checkpoint_first_layers
+from ...plugins.transformers.selective_checkpointing import keep_products
 from .differences import argument_differences
 
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
@@ -89,7 +90,8 @@ class AcceleratorPeaks:
 class PlanCallback(TrainerCallback):
     """Compares a run with its plan: writes `plan_measurement.json` and prints both on rank 0.
 
-    Where the plan recomputes only the first layers, it takes the flag back from the others as training begins.
+    Where the plan recomputes only the first layers, it takes the flag back from the others as training begins; where
+    recomputed layers keep their products, it tells them so.
 
     Make it before the Trainer, so that what the Trainer allocates counts, and attach it so that the figures reach
     W&B, TensorBoard and Trackio. Without `attach`, `callbacks=[callback]` still writes and prints. A step's time runs
@@ -135,11 +137,17 @@ class PlanCallback(TrainerCallback):
         self._log = trainer.log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the steps of an earlier training, and recompute only the layers that the plan names."""
+        """Forget the steps of an earlier training, and recompute of the layers what the plan says."""
         self._begin_training()
         count = self._plan.chosen.strategy.checkpointed_layers
         if count is not None and args.gradient_checkpointing and kwargs.get("model") is not None:
             checkpoint_first_layers(kwargs["model"], count)
+        if (
+            self._plan.chosen.strategy.keeps_products
+            and args.gradient_checkpointing
+            and kwargs.get("model") is not None
+        ):
+            keep_products(kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock, once the device is idle."""
