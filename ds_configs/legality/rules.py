@@ -51,7 +51,10 @@ def batch_equation(candidate: Candidate) -> Fault | None:
     wanted, strategy = candidate.job.global_batch_size, candidate.strategy
     if wanted is None or strategy.global_batch_size == wanted:
         return None
-    unit = strategy.micro_batch_size * strategy.data_parallel_size
+    # A micro-batch that nobody fixed is not what makes a batch illegal.
+    unit = (candidate.job.micro_batch_size or 1) * strategy.data_parallel_size
+    is_multiple = wanted % unit == 0
+    unit = strategy.micro_batch_size * strategy.data_parallel_size if is_multiple else unit
     lower, upper = wanted // unit * unit, -(-wanted // unit) * unit
     return Fault(
         where="global_batch_size",
@@ -59,6 +62,8 @@ def batch_equation(candidate: Candidate) -> Fault | None:
         rule=(
             f"must equal micro_batch_size {strategy.micro_batch_size} * gradient_accumulation_steps "
             f"{strategy.gradient_accumulation_steps} * data-parallel ranks {strategy.data_parallel_size}"
+            if is_multiple or candidate.job.micro_batch_size
+            else f"must be a multiple of the {strategy.data_parallel_size} data-parallel ranks"
         ),
         fix=f"nearest legal values: {', '.join(str(n) for n in sorted({lower, upper}) if n)}",
     )

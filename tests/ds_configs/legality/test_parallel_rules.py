@@ -53,8 +53,7 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
         ({"tensor_parallel_size": 3}, "tp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
         (
             {"tensor_parallel_size": 2, "global_batch_size": 6},
-            "global_batch_size = 6: must equal micro_batch_size 1 * gradient_accumulation_steps 1 * data-parallel "
-            "ranks 4; nearest legal values: 4, 8",
+            "global_batch_size = 6: must be a multiple of the 4 data-parallel ranks; nearest legal values: 4, 8",
         ),
         (
             {"model": replace(LLAMA, attention="eager"), "sequence_parallel_size": 2},

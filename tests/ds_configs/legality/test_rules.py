@@ -44,6 +44,16 @@ CASES = {
         "tp * pp * sp * cp = 3 does not divide it",
     ),
     "batch": (ZERO1, {"global_batch_size": 12}, "nearest legal values: 8, 16"),
+    "kept products": (
+        replace(ZERO1, tp=2, dp_shard=4, gradient_checkpointing=True, keeps_products=True),
+        {"gradient_checkpointing": "selective"},
+        "keeps products beside data parallelism alone",
+    ),
+    "open micro-batch": (
+        replace(ZERO1, micro_batch_size=7),
+        {"global_batch_size": 57},
+        "global_batch_size = 57: must be a multiple of the 8 data-parallel ranks; nearest legal values: 56, 64",
+    ),
     "stage": (replace(FSDP2, zero_stage=2), {}, "zero_stage = 2: with engine fsdp2 must be one of [None]"),
     "stage 4": (replace(ZERO1, zero_stage=4), {}, "must be one of [0, 1, 2, 3]"),
     "single": (Strategy(engine="single", dp_replicate=8), {}, "needs 1 rank, not 8; use ddp"),
