@@ -1,4 +1,4 @@
-"""Where recomputed layers may keep their products and attention (`--gradient-checkpointing selective`)."""
+"""Rule of layers that keep their products and attention when they are recomputed (`selective`)."""
 
 from __future__ import annotations
 
