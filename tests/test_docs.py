@@ -21,6 +21,8 @@ FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 LINES_OF_TWO_SCREENS = 110
 FLAGS_OF_OTHERS = {
     *("--write", "--strict", "--every", "--engine-python", "--only"),  # benchmarks and tools
+    *("--converter", "--llama-python", "--torchao"),  # benchmarks of other libraries
+    *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     "--nproc-per-node",  # torchrun
     *("--enable-prefix-caching", "--load-format", "--enable-lora", "--lora-modules"),  # vLLM
     "--prerelease",  # uv
