@@ -18,7 +18,9 @@ from typing import Any
 
 from memory_cases import AttentionCase
 from metered_launch import measure_cases
+from shardwright.ds_configs.memory.activation_source import activations_are_stored
 from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from shardwright.ds_configs.specs.job import TrainingJob
 
 FOUND = Path(__file__).with_name("family_plans.json")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "family_plans.md"
@@ -107,7 +109,8 @@ def planned(path: Path) -> dict[str, Any]:
             model, layouts, chosen = made.model, (made.chosen, *made.rejected), made.chosen.strategy.label
             source = made.activations
         except PlanDoesNotFitError as error:
-            model, layouts, chosen, source = error.model, error.tried, "does not fit", "upper bound"
+            model, layouts, chosen = error.model, error.tried, "does not fit"
+            source = "stored" if activations_are_stored(model, TrainingJob()) else "upper bound"
         seconds.append(time.process_time() - started)
         engines = {layout.strategy.engine for layout in layouts}
         axes = {axis for layout in layouts for axis in layout.strategy.axes}

@@ -63,6 +63,8 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
     set_seed(1)
     model_config = AutoConfig.for_model(**config)
     dtype = weights_dtype(arguments, method=job.method)
+    # Images and sound of a whole run are the data set's, not the step's.
+    samples = _samples(plan, model_config)
     with meter:
         if job.method == "qlora":
             model = _four_bit_model(model_config, dtype, strategy.engine)
@@ -71,7 +73,7 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
             model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False)
         if job.method != "full":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
-        trainer = _trainer(plan, arguments, model)
+        trainer = _trainer(plan, arguments, model, samples)
         del model
         if strategy.checkpointed_layers is not None:
             trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
@@ -117,10 +119,9 @@ def _auto_class(architecture: str, config: Any) -> Any:
     return next(auto for auto, made in built.items() if made is not None and made.__name__ == architecture)
 
 
-def _trainer(plan: Plan, arguments: Any, model: Any) -> Trainer:
-    config = model.config if hasattr(model, "config") else model.get_base_model().config
+def _trainer(plan: Plan, arguments: Any, model: Any, samples: list[dict[str, torch.Tensor]]) -> Trainer:
     collator = partial(_collated, contrastive=plan.model.task == "contrastive")
-    inputs = {"train_dataset": _samples(plan, config), "data_collator": collator}
+    inputs = {"train_dataset": samples, "data_collator": collator}
     strategy = plan.chosen.strategy
     if strategy.pp == 1:
         return Trainer(model=model, args=arguments, **inputs)
