@@ -19,9 +19,9 @@ MEGATRON = Software(
     inner_bytes_forward=4.0,
     inner_bytes_backward=8.0,
     projected_bytes=16.0,
-    # Product, fused scale, mask and softmax, dropout with its mask, product; backward the same, twice.
-    score_bytes_forward=13.0,
-    score_bytes_backward=21.0,
+    # Fused scale, mask and softmax (2 read, 2 written), dropout with its mask (2, 2 and 1); backward 5 and 6.
+    score_bytes_forward=9.0,
+    score_bytes_backward=11.0,
     # fp32 logits, maximum, exponentials and their gradient (`vocab_parallel_cross_entropy`).
     loss_bytes=36.0,
     kernels_forward=35.0,
@@ -37,6 +37,19 @@ MEGATRON = Software(
 """Megatron-LM of 2021 and what follows it (vTrain's Megatron-DeepSpeed, MT-NLG): eager attention, fused elementwise
 kernels, gradients reduced after the backward pass in 16 bit."""
 
+VTRAIN = replace(
+    MEGATRON,
+    # The loss stays in 16 bit: log-softmax reads and writes, its gradient reads twice and writes.
+    loss_bytes=12.0,
+    # fp16 weights and gradients, fp32 moments and no fp32 weights (`master_weights=False`).
+    optimizer_bytes=22.0,
+    # Gradients are dropped after each step, and a profiled layer writes its own.
+    gradient_bytes=0.0,
+    padded_vocabulary=None,
+)
+"""The model that vTrain measures on one node (src/model, src/trainer.py): Megatron's layers, an output head of its own,
+and a vocabulary of 50,257 that is divided as it is."""
+
 MT_NLG = replace(MEGATRON, reduction_bytes=4, gradient_bytes=14.0, scatters_transfers=False)
 """DeepSpeed's pipeline engine in bf16: `BF16_Optimizer` adds gradients to fp32 ones (2 and 4 read, 4 written, and 4 to
 clear) and reduces them in fp32; stages pass on whole tensors (`is_pipe_partitioned` is off, pipe/engine.py)."""
@@ -46,6 +59,7 @@ MEGATRON_CORE = replace(
     attention="fused",
     sequence_parallel_norms=True,
     overlaps_reduction=True,
+    overlaps_updates=True,
     overlaps_tensor_parallel=True,
     overlaps_transfers=True,
     virtual_stages=2,
@@ -123,8 +137,8 @@ BERT = Software(
     inner_bytes_forward=12.0,
     inner_bytes_backward=20.0,
     projected_bytes=24.0,
-    score_bytes_forward=22.0,
-    score_bytes_backward=30.0,
+    score_bytes_forward=18.0,
+    score_bytes_backward=22.0,
     loss_bytes=32.0,
     kernels_forward=40.0,
     kernels_backward=75.0,

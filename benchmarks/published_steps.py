@@ -64,8 +64,10 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 @lru_cache(maxsize=256)
-def gpt(hidden: int, layers: int, heads: int, *, vocab: int, positions: int, inner: int | None = None) -> ModelSpec:
-    """Return a GPT-2-shaped model with a tied head."""
+def gpt(
+    hidden: int, layers: int, heads: int, *, vocab: int, positions: int, inner: int | None = None, tied: bool = True
+) -> ModelSpec:
+    """Return a GPT-2-shaped model, by default with a tied head."""
     config = {
         "model_type": "gpt2",
         "n_embd": hidden,
@@ -74,6 +76,7 @@ def gpt(hidden: int, layers: int, heads: int, *, vocab: int, positions: int, inn
         "n_inner": inner,
         "n_positions": positions,
         "vocab_size": vocab,
+        "tie_word_embeddings": tied,
     }
     model = model_spec_from_config(config, name=f"gpt-{hidden}x{layers}")
     assert model is not None
@@ -114,7 +117,7 @@ def cluster(gpu: str, gpus: int, *, network: float | None = None, node: int = 8)
 
 
 def _vtrain(
-    rows: list[dict[str, str]], table: str, software: Software, *, checkpointing: bool
+    rows: list[dict[str, str]], table: str, software: Software, *, checkpointing: bool, vocab: int, tied: bool
 ) -> Iterator[PublishedStep]:
     for row in rows:
         micro, batch = int(row["micro batch"]), int(row["global batch"])
@@ -137,7 +140,7 @@ def _vtrain(
                 gradient_accumulation_steps=batch // micro // dp,
                 gradient_checkpointing=checkpointing,
             ),
-            model=gpt(hidden, layers, heads, vocab=51200, positions=seq),
+            model=gpt(hidden, layers, heads, vocab=vocab // tp * tp, positions=seq, tied=tied),
             hardware=cluster("A100-40GB" if gpus <= 8 else "A100-80GB", gpus),
             job=TrainingJob(seq_len_tokens=seq, global_batch_size=batch, precision="fp16"),
             software=software,
@@ -146,12 +149,12 @@ def _vtrain(
 
 def vtrain_single(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
     """vTrain on one node of A100 (p4d): GPT shapes without recomputation."""
-    return _vtrain(rows, "vTrain single node", stacks.MEGATRON, checkpointing=False)
+    return _vtrain(rows, "vTrain single node", stacks.VTRAIN, checkpointing=False, vocab=50257, tied=False)
 
 
 def vtrain_multi(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
     """vTrain on many nodes: shapes that fit with full recomputation alone."""
-    return _vtrain(rows, "vTrain multi-node", stacks.MEGATRON, checkpointing=True)
+    return _vtrain(rows, "vTrain multi-node", stacks.MEGATRON, checkpointing=True, vocab=51200, tied=True)
 
 
 MPT_SHAPES = {

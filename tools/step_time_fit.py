@@ -38,7 +38,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "network_latency_seconds": (2e-6, 2e-5),
     "synchronization_seconds": (1e-6, 5e-4),
     "overlap_slowdown": (0.03, 0.4),
-    "host_exponent": (1.0, 6.0),
+    "host_exponent": (1.0, 12.0),
+    "unaligned_efficiency": (0.1, 0.9),
 }
 """What each constant can be on any machine: efficiencies below what vendors' own benchmarks reach."""
 

@@ -47,11 +47,11 @@ class GpuConstants:
     network_latency_seconds: float
     """Latency of one hop between nodes."""
     synchronization_seconds: float
-    """What each further rank of a collective that nothing hides adds, where hosts are slower than devices."""
+    """What a collective inside a layer costs beyond its transfer: its ranks reach it one after the other."""
     host_link_bytes_per_s: float
     """One direction between an accelerator and its host, as large pinned copies reach it."""
     unaligned_efficiency: float
-    """Speed of products whose width is no multiple of 8 elements, relative to aligned ones."""
+    """Speed of products with an odd width, relative to those whose widths are multiples of 8 elements."""
     fp32_share: float
     """FLOP/s of fp32 products over those of 16-bit ones, without TF32 (PyTorch's default)."""
     host_exponent: float

@@ -81,8 +81,10 @@ def data_traffic(
     # Stages 1 and 2 reduce each slice of a bucket to its owner (`reduce_scatter: true`), half of an all-reduce.
     scatter = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=calls)
     holders = group
-    if software.optimizer_ranks:
-        holders = group_of(hardware, constants, ranks=min(software.optimizer_ranks, held.ranks), stride=held.stride)
+    if software.optimizer_ranks and software.optimizer_ranks < held.ranks:
+        holders = group_of(hardware, constants, ranks=software.optimizer_ranks, stride=held.stride)
+        # Every group of holders needs the sum over all of them, and not one owner alone.
+        scatter = reduction
     update = gather_seconds(holders, held.trainable * width, calls=ceil(held.trainable / software.update_bucket))
     if strategy.zero_stage == 2:
         return DataTraffic(reductions_each=scatter, updates_once=update)

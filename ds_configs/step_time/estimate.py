@@ -114,20 +114,26 @@ def _once(setting: Setting, stage: PipelineStage) -> dict[str, float]:
         setting.constants,
         parameters=stepped_parameters(setting, stage),
     )
-    reduction, slowed = traffic.reductions_once, 0.0
+    reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
     # A pipeline reduces after its last micro-batch, beside nothing.
     if overlaps_reductions(setting) and strategy.pp == 1:
-        beside = stage_terms(setting, stage)
-        busy = sum(beside.get(name, 0.0) for name in _BACKWARD_BESIDE)
-        reduction, slowed = exposed(setting, reduction, busy * 2 / 3)
+        reduction, slowed = exposed(setting, reduction, _computed(setting, stage) * 2 / 3)
+    if software.overlaps_updates:
+        updates, slowed_updates = exposed(setting, updates, _computed(setting, stage) / 3)
     terms["gradient_reduction"] = reduction
-    terms["overlap_slowdown"] = slowed
-    terms["parameter_updates"] = traffic.updates_once
+    terms["overlap_slowdown"] = slowed + slowed_updates
+    terms["parameter_updates"] = updates
     terms["step_overhead"] = software.step_seconds
     return terms
 
 
-_BACKWARD_BESIDE = (
+def _computed(setting: Setting, stage: PipelineStage) -> float:
+    """Return the seconds of a micro-batch beside which gradients are reduced and updates gathered."""
+    terms = stage_terms(setting, stage)
+    return sum(terms.get(name, 0.0) for name in _COMPUTED)
+
+
+_COMPUTED = (
     "matrix_products",
     "attention",
     "memory_operations",
@@ -136,4 +142,3 @@ _BACKWARD_BESIDE = (
     "kernel_launches",
     "tensor_parallel",
 )
-"""Terms of the computation beside which the last micro-batch's gradients are reduced."""

@@ -30,7 +30,7 @@ class Group:
     tree_seconds: float
     """Latency of a tree to the root and back."""
     waiting_seconds: float
-    """What members wait for the slowest host among them, where nothing else hides it."""
+    """What members wait for the last of them, where nothing else hides it."""
     scatter_share: float
     """Time of a large all-gather or reduce-scatter over that of an all-reduce."""
 
@@ -55,7 +55,7 @@ def group_of(hardware: HardwareSpec, constants: GpuConstants, *, ranks: int, str
         hop_seconds=hop,
         ring_seconds=(ranks - nodes) * constants.link_latency_seconds + (nodes - 1) * hop,
         tree_seconds=tree,
-        waiting_seconds=constants.synchronization_seconds * (ranks - 1),
+        waiting_seconds=constants.synchronization_seconds,
         scatter_share=constants.scatter_share,
     )
 

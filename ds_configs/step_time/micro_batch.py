@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd
 
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
@@ -78,12 +78,25 @@ def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, cons
 
 
 def product_seconds(device: Device, m: float, n: float, k: float, *, inside_layer: bool = True) -> float:
-    """Return the seconds of `[m, k] @ [k, n]` (see the module's formula); slower where a width is unaligned."""
-    constants = device.constants
-    border, depth = constants.product_border, constants.product_depth
+    """Return the seconds of an aligned `[m, k] @ [k, n]` (see the module's formula)."""
+    border, depth = device.constants.product_border, device.constants.product_depth
     rate = device.flops_per_s * (device.layer_speedup if inside_layer else 1.0)
-    seconds = 2.0 * (m + border) * (n + border) * (k + depth) / rate
-    return seconds / constants.unaligned_efficiency if n % 8 or k % 8 else seconds
+    return 2.0 * (m + border) * (n + border) * (k + depth) / rate
+
+
+def alignment_efficiency(out_features: int, in_features: int, constants: GpuConstants) -> float:
+    """Return the speed of a weight's three products, relative to one whose widths are multiples of 8 elements.
+
+    Each of the three has rows of both widths, and a kernel reads 16 bytes at once, 8 elements, only where all rows begin
+    at multiples of them. Otherwise it reads 4, 2 or 1, and each halving costs the same factor (NVIDIA, Matrix
+    Multiplication Background User's Guide, has the steps).
+
+    >>> from .constants import constants_of
+    >>> [round(alignment_efficiency(rows, 1024, constants_of("A100-80GB")), 1) for rows in (50264, 50260, 50258, 50257)]
+    [1.0, 0.7, 0.5, 0.4]
+    """
+    halvings = 4 - gcd(out_features, in_features, 8).bit_length()
+    return constants.unaligned_efficiency ** (halvings / 3)
 
 
 @lru_cache(maxsize=65536)
@@ -113,7 +126,7 @@ def layer_passes(
             one, two = _both_ways(product, each, device, full=full)
             forward += work.local_experts * product.count * one
             backward += work.local_experts * product.count * two
-    attention, again, scores = _attention(work, batch, device, software)
+    attention, again, scores = _attention(work, batch, device, software, element_bytes)
     width = element_bytes / 2
     divided = work.query_size / work.whole_query_size if software.sequence_parallel_norms else 1.0
     hidden = batch.tokens * work.hidden_size * divided * width
@@ -142,15 +155,18 @@ def layer_passes(
 
 
 def _both_ways(product: Product, tokens: float, device: Device, *, full: bool) -> tuple[float, float]:
-    out, within = product.out_features, product.in_features
+    out, within, constants = product.out_features, product.in_features, device.constants
     forward = product_seconds(device, tokens, out, within)
     backward = product_seconds(device, tokens, within, out)
     if full:
         backward += product_seconds(device, out, within, tokens)
-    return forward, backward * device.constants.backward_slowdown
+    efficiency = alignment_efficiency(out, within, constants)
+    return forward / efficiency, backward * constants.backward_slowdown / efficiency
 
 
-def _attention(work: ModelWork, batch: Batch, device: Device, software: Software) -> tuple[float, float, float]:
+def _attention(
+    work: ModelWork, batch: Batch, device: Device, software: Software, element_bytes: int
+) -> tuple[float, float, float]:
     """Return the seconds of attention forward and backward, and the scores that eager attention writes.
 
     Two products of `2 * tokens * seen * query_size`; a fused kernel skips the half that a causal mask hides and
@@ -170,7 +186,11 @@ def _attention(work: ModelWork, batch: Batch, device: Device, software: Software
     inner = (width + depth) / width * (1 + border / seen) ** 2
     outer = (width + border) / width * (1 + border / seen) * (1 + depth / seen)
     forward = flops / 2 * (inner + outer) / device.flops_per_s
-    return forward, 2 * forward, batch.tokens * seen * heads
+    scores = batch.tokens * seen * heads
+    # A product with scores does few FLOPs for each of them: it is as slow as their way through memory, if that is
+    # longer. Two products forward and four backward each read or write all scores once.
+    moved = 2 * scores * element_bytes / device.memory_bytes_per_s
+    return max(forward, moved), max(2 * forward, 2 * moved), scores
 
 
 @lru_cache(maxsize=16384)
@@ -194,10 +214,11 @@ def head_passes(
         m = min(tokens, float(2 ** ceil(wanted).bit_length() if wanted > 1 else 1))
         chunks = ceil(tokens / m)
 
-    forward = chunks * product_seconds(device, m, rows, hidden, inside_layer=False)
-    backward = chunks * product_seconds(device, m, hidden, rows, inside_layer=False)
+    times = chunks / alignment_efficiency(rows, hidden, constants)
+    forward = times * product_seconds(device, m, rows, hidden, inside_layer=False)
+    backward = times * product_seconds(device, m, hidden, rows, inside_layer=False)
     if full:
-        backward += chunks * product_seconds(device, rows, hidden, m, inside_layer=False)
+        backward += times * product_seconds(device, rows, hidden, m, inside_layer=False)
     backward *= constants.backward_slowdown
     logits = tokens * max(rows, work.gathered_vocabulary)
     bytes_of_loss = (software.loss_bytes / 2 if chunked else software.loss_bytes) * logits

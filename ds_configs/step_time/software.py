@@ -23,7 +23,7 @@ class Software:
     projected_bytes: float = 0.0
     """Memory traffic of rotary embeddings and transposes, for each element of queries and keys, both passes."""
     score_bytes_forward: float = 0.0
-    """Memory traffic of eager attention for each attention score: mask, softmax, dropout."""
+    """Memory traffic of eager attention for each score between its products: mask, softmax, dropout."""
     score_bytes_backward: float = 0.0
     """The same in the backward pass."""
     loss_bytes: float
@@ -44,6 +44,9 @@ class Software:
     """Host time of each micro-batch beyond its kernels: hooks of the engine, collation, copies to the device."""
     overlaps_reduction: bool = True
     """Whether gradients are reduced beside the backward pass of the last micro-batch."""
+    overlaps_updates: bool = False
+    """Whether updated parameters are gathered beside the forward pass of the first micro-batch (Megatron-Core's
+    `--overlap-param-gather`)."""
     overlaps_gathers: bool = True
     """Whether sharded parameters are gathered beside the computation of the layers before."""
     overlaps_tensor_parallel: bool = False
@@ -91,5 +94,5 @@ TRANSFORMERS = Software(
 `modeling_llama.py` operation by operation, reads and writes."""
 
 
-EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=24.0, score_bytes_backward=36.0)
+EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=20.0, score_bytes_backward=28.0)
 """The same with `eager_attention_forward`: scale, mask, softmax in fp32 and its cast back are kernels of their own."""

@@ -69,7 +69,8 @@ def setting_of(
 def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
     """Return the seconds of one micro-batch by term; communication counts as far as computation does not hide it."""
     strategy, job, software = setting.strategy, setting.job, setting.software
-    terms, ahead, host = _computation(setting, stage)
+    computed = _computation(setting, stage)
+    terms, ahead = computed.terms, computed.ahead
     recomputed = strategy.recomputed_layers(stage.num_layers)
     inside, waiting = exchanges(
         strategy,
@@ -88,10 +89,12 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
         waiting = 0.0
     terms |= inside
     device = sum(terms.values())
-    busy = with_host(device, host, setting.constants)
+    head = terms["head_and_loss"]
+    # The head's products are few and long: they do not make up for what the host cannot launch fast enough elsewhere.
+    busy = with_host(device - head, computed.layers_host, setting.constants) + computed.head_products
+    busy += with_host(head - computed.head_products, computed.head_host, setting.constants)
     terms["kernel_launches"] = busy - device + software.micro_batch_seconds
-    # A deep queue on the device absorbs what hosts differ; where the host is the slower one, everybody waits for it.
-    terms["waiting_for_ranks"] = waiting * max(0.0, 1.0 - device / host) if host else 0.0
+    terms["waiting_for_ranks"] = waiting
     if strategy.pp > 1 and not software.overlaps_transfers:
         terms["pipeline_transfers"] = transfer_seconds(
             setting.hardware,
@@ -119,8 +122,24 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
     return terms
 
 
-def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, float], float, float]:
-    """Return what the device computes by term, how much of it is the forward pass, and what the host takes for it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Computation:
+    """One micro-batch of a stage before communication, in seconds."""
+
+    terms: dict[str, float]
+    """What the device computes, by term."""
+    ahead: float
+    """What of it is the forward pass."""
+    head_products: float
+    """The products of the head, both passes."""
+    layers_host: float
+    """What the host takes to launch the layers' kernels and to run their hooks."""
+    head_host: float
+    """What the host takes to launch kernels around the head."""
+
+
+def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
+    """Return what the device computes for one micro-batch, and what the host takes for it."""
     job, layers, software = setting.job, stage.num_layers, setting.software
     full = job.method == "full"
     forward, backward = layer_passes(
@@ -142,7 +161,7 @@ def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, floa
         "head_and_loss": head.device + head_back.device,
     }
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
-    host = (kernels + head.kernels + head_back.kernels) * setting.constants.launch_seconds
+    host = kernels * setting.constants.launch_seconds
     if setting.strategy.zero_stage == 3:
         host += (2 * layers + recomputed) * setting.constants.zero3_hook_seconds
     if setting.strategy.keeps_products:
@@ -151,7 +170,13 @@ def _computation(setting: Setting, stage: PipelineStage) -> tuple[dict[str, floa
     if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
         terms["teacher_forward"] = _teacher_seconds(setting, job.teacher)
         ahead += terms["teacher_forward"]
-    return terms, ahead, host
+    return _Computation(
+        terms=terms,
+        ahead=ahead,
+        head_products=head.products + head_back.products,
+        layers_host=host,
+        head_host=(head.kernels + head_back.kernels) * setting.constants.launch_seconds,
+    )
 
 
 def _teacher_seconds(setting: Setting, teacher: ModelSpec) -> float:

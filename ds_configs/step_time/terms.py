@@ -14,7 +14,7 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "head_and_loss": "embedding, final norm, output head and loss, forward and backward",
     "kernel_launches": "what the host takes longer to launch kernels, and to run the hooks of ZeRO-3, than the device "
     "to run them, and its own work for each micro-batch",
-    "waiting_for_ranks": "ranks that wait for the slowest host in collectives that nothing hides",
+    "waiting_for_ranks": "ranks that wait for the last of them in collectives inside the layers",
     "tensor_parallel": "all-reduces of TP: four in each layer, six where it is recomputed",
     "sequence_parallel": "all-to-alls of SP: queries, keys, values and outputs, forth and back",
     "context_parallel": "keys and values of CP, gathered forward, passed round and reduced backward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean, median
 
 import pytest
@@ -17,7 +18,7 @@ from shardwright.ds_configs.step_time.constants import constants_of, hardware_co
 from shardwright.ds_configs.step_time.data_parallel import Held, data_traffic
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.links import gather_seconds, group_of, reduction_seconds
-from shardwright.ds_configs.step_time.micro_batch import device_of, product_seconds, with_host
+from shardwright.ds_configs.step_time.micro_batch import alignment_efficiency, device_of, product_seconds, with_host
 from shardwright.ds_configs.step_time.model_work import model_work
 from shardwright.ds_configs.step_time.software import TRANSFORMERS
 
@@ -93,9 +94,15 @@ def test_a_larger_product_takes_no_less_time_and_reaches_more_of_the_peak(sizes,
     assert rate[0] <= rate[1] * (1 + 1e-9) <= A100.flops_per_s
 
 
-def test_unaligned_widths_are_slower():
-    device = device_of(A100, TrainingJob(), TRANSFORMERS, constants_of("A100-80GB"))
-    assert product_seconds(device, 4096, 50257, 768) > 1.5 * product_seconds(device, 4096, 50304, 768)
+def test_products_are_slower_the_less_their_widths_are_aligned():
+    constants = constants_of("A100-80GB")
+    efficiencies = [alignment_efficiency(rows, 768, constants) for rows in (50304, 50256, 50260, 50258, 50257)]
+    assert efficiencies[0] == efficiencies[1] == 1.0
+    assert efficiencies[4] == pytest.approx(constants.unaligned_efficiency)
+    assert all(small < large for large, small in pairwise(efficiencies[1:]))
+    assert alignment_efficiency(768, 50257, constants) == efficiencies[4]
+    padded, odd = (seconds(ZERO1, llama(vocab_size=size)).terms["head_and_loss"] for size in (50304, 50257))
+    assert odd > 1.3 * padded
 
 
 def test_tensor_parallelism_and_small_micro_batches_lower_efficiency():
@@ -197,6 +204,41 @@ def test_quantized_collectives_and_secondary_shards_move_less():
         seconds(hybrid, LLAMA_8B, cluster, seq_len_tokens=256).seconds
         < seconds(flat, LLAMA_8B, cluster, seq_len_tokens=256).seconds
     )
+
+
+def test_states_that_a_few_ranks_share_need_gradients_summed_over_all():
+    cluster = parse_hardware("4x8xA100-80GB")
+    strategy = replace(ZERO1, dp_shard=32)
+    held = Held(trainable=1e9, frozen_bytes=0.0, layers=32, ranks=32, stride=1)
+    constants, job = hardware_constants(cluster), TrainingJob()
+    over_all, over_a_node = (
+        data_traffic(strategy, held, cluster, job, replace(TRANSFORMERS, optimizer_ranks=ranks), constants)
+        for ranks in (32, 8)
+    )
+    assert over_a_node.reductions_once == pytest.approx(2 * over_all.reductions_once, rel=0.05)
+    assert over_a_node.updates_once < over_all.updates_once / 2
+
+
+def test_updates_beside_the_first_forward_pass_cost_only_what_it_does_not_hide():
+    alone, beside = (
+        estimate_step_time(
+            ZERO1, LLAMA_8B, A100, TrainingJob(), software=replace(TRANSFORMERS, overlaps_updates=overlaps)
+        )
+        for overlaps in (False, True)
+    )
+    saved = alone.terms["parameter_updates"] - beside.terms.get("parameter_updates", 0.0)
+    slowed = beside.terms["overlap_slowdown"] - alone.terms["overlap_slowdown"]
+    assert 0 < slowed == pytest.approx(saved * constants_of("A100-80GB").overlap_slowdown)
+
+
+def test_long_products_of_the_head_do_not_hide_launches_in_the_layers():
+    # Layers that the host bounds, below heads of very different sizes: a head hides no launches but its own.
+    shape = {"num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "tie_word_embeddings": False}
+    small, large = (seconds(ZERO1, llama(vocab_size=size, **shape), seq_len_tokens=2048) for size in (1024, 128 * 1024))
+    own = TRANSFORMERS.kernels_outside * constants_of("A100-80GB").launch_seconds
+    hidden = small.terms["kernel_launches"] - large.terms["kernel_launches"]
+    # A tenth more: gradients of the larger embedding are added beside the layers' launches.
+    assert 0 < hidden <= 1.1 * own < large.terms["head_and_loss"] - small.terms["head_and_loss"]
 
 
 def test_recomputation_costs_a_forward_pass_of_the_layers_that_have_it():
