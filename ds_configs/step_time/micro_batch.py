@@ -87,8 +87,8 @@ def product_seconds(device: Device, m: float, n: float, k: float, *, inside_laye
 def alignment_efficiency(out_features: int, in_features: int, constants: GpuConstants) -> float:
     """Return the speed of a weight's three products, relative to one whose widths are multiples of 8 elements.
 
-    Each of the three has rows of both widths, and a kernel reads 16 bytes at once, 8 elements, only where all rows begin
-    at multiples of them. Otherwise it reads 4, 2 or 1, and each halving costs the same factor (NVIDIA, Matrix
+    Each of the three has rows of both widths, and a kernel reads 16 bytes at once, 8 elements, only where all rows
+    begin at multiples of them. Otherwise it reads 4, 2 or 1, and each halving costs the same factor (NVIDIA, Matrix
     Multiplication Background User's Guide, has the steps).
 
     >>> from .constants import constants_of
