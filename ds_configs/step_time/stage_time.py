@@ -89,10 +89,7 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
         waiting = 0.0
     terms |= inside
     device = sum(terms.values())
-    head = terms["head_and_loss"]
-    # The head's products are few and long: they do not make up for what the host cannot launch fast enough elsewhere.
-    busy = with_host(device - head, computed.layers_host, setting.constants) + computed.head_products
-    busy += with_host(head - computed.head_products, computed.head_host, setting.constants)
+    busy = computed.with_host(device, setting.constants)
     terms["kernel_launches"] = busy - device + software.micro_batch_seconds
     terms["waiting_for_ranks"] = waiting
     if strategy.pp > 1 and not software.overlaps_transfers:
@@ -136,6 +133,15 @@ class _Computation:
     """What the host takes to launch the layers' kernels and to run their hooks."""
     head_host: float
     """What the host takes to launch kernels around the head."""
+
+    def with_host(self, device: float, constants: GpuConstants) -> float:
+        """Return the seconds of the device, with the exchanges inside the layers, where it waits for the host.
+
+        The head's products are few and long: they do not make up for what the host cannot launch fast enough elsewhere.
+        """
+        head = self.terms["head_and_loss"]
+        around = with_host(head - self.head_products, self.head_host, constants)
+        return with_host(device - head, self.layers_host, constants) + self.head_products + around
 
 
 def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
