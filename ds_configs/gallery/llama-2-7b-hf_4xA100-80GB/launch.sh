@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-2-7b-hf on 4xA100-80GB: fsdp2, micro-batch 2 x 1, 74.4 of 85.0 GB
-# FSDP2 is the fastest layout that fits: 14,961 tokens/s, 2.19 s a step (1.83 to 2.62: matrix products 1.46, memory-bound operations 0.31, attention 0.31). It needs 74.4 GB (68.2 to 82.9) of 85.0 GB, at most in the backward phase: activations 49.2, optimizer states 13.5, weights 6.7, allocator fragmentation 2.7; micro-batch 2 without gradient checkpointing, with the chunked loss.
+# FSDP2 is the fastest layout that fits: 15,197 tokens/s, 2.16 s a step (1.86 to 2.50: matrix products 1.34, memory-bound operations 0.39, attention 0.31). It needs 74.4 GB (68.2 to 82.9) of 85.0 GB, at most in the backward phase: activations 49.2, optimizer states 13.5, weights 6.7, allocator fragmentation 2.7; micro-batch 2 without gradient checkpointing, with the chunked loss.
 # Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-2-7b-hf --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 85.0 GB usable on each accelerator.
 # Needs the package liger-kernel, whose fused head and loss the training arguments switch on.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-3.2-1B on 1xA100-80GB: single, micro-batch 4 x 1, 56.2 of 85.0 GB
-# One process is enough for one accelerator: 16,610 tokens/s, 0.99 s a step (0.83 to 1.18: matrix products 0.45, head and loss 0.18, memory-bound operations 0.16). It needs 56.2 GB (51.6 to 62.4) of 85.0 GB, at most in the loss phase: activations 34.3, optimizer states 9.9, weights 4.9, autocast weight copies 2.5; micro-batch 4 without gradient checkpointing, with the chunked loss.
+# One process is enough for one accelerator: 16,516 tokens/s, 0.99 s a step (0.85 to 1.15: matrix products 0.40, memory-bound operations 0.20, head and loss 0.17). It needs 56.2 GB (51.6 to 62.4) of 85.0 GB, at most in the loss phase: activations 34.3, optimizer states 9.9, weights 4.9, autocast weight copies 2.5; micro-batch 4 without gradient checkpointing, with the chunked loss.
 # Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.2-1B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 85.0 GB usable on each accelerator.
 # Needs the package liger-kernel, whose fused head and loss the training arguments switch on.
