@@ -96,7 +96,7 @@ def alignment_efficiency(out_features: int, in_features: int, constants: GpuCons
     [1.0, 0.7, 0.5, 0.4]
     """
     halvings = 4 - gcd(out_features, in_features, 8).bit_length()
-    return constants.unaligned_efficiency ** (halvings / 3)
+    return float(constants.unaligned_efficiency ** (halvings / 3))
 
 
 @lru_cache(maxsize=65536)
