@@ -23,6 +23,7 @@ FLAGS_OF_OTHERS = {
     *("--write", "--strict", "--every", "--engine-python", "--only"),  # benchmarks and tools
     *("--converter", "--llama-python", "--torchao"),  # benchmarks of other libraries
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
+    *("--stored", "--terms", "--kept-products"),
     "--nproc-per-node",  # torchrun
     *("--enable-prefix-caching", "--load-format", "--enable-lora", "--lora-modules"),  # vLLM
     "--prerelease",  # uv
