@@ -20,7 +20,7 @@ WRITTEN = [page for page in READ if page.parent.name != "reference"]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 LINES_OF_TWO_SCREENS = 110
 FLAGS_OF_OTHERS = {
-    *("--write", "--strict", "--every", "--engine-python", "--only"),  # benchmarks and tools
+    *("--write", "--strict", "--every", "--engine-python", "--only", "--meter"),  # benchmarks and tools
     *("--converter", "--llama-python", "--torchao"),  # benchmarks of other libraries
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
