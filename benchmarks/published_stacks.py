@@ -60,6 +60,7 @@ MEGATRON_CORE = replace(
     sequence_parallel_norms=True,
     overlaps_reduction=True,
     overlaps_updates=True,
+    reduces_to_owners=True,
     overlaps_tensor_parallel=True,
     overlaps_transfers=True,
     virtual_stages=2,
@@ -96,6 +97,7 @@ INTERNEVO = Software(
     optimizer_bytes=40.0,
     reduction_bytes=2,
     vocabulary_parallel=True,
+    reduces_to_owners=True,
     # Each tensor is broadcast by the rank that steps it: about 290 of 7.3 billion elements.
     update_bucket=25_000_000,
 )

@@ -1,7 +1,8 @@
 """Traffic of data parallelism: gathers of sharded parameters and reductions of gradients, per micro-batch and step.
 
-Volumes follow ZeRO (arXiv 1910.02054, section 7). DDP and ZeRO 0 and 1 reduce once in a step, ZeRO-2 every
-micro-batch, ZeRO-3 and FSDP2 gather twice and reduce in every micro-batch. DDP under autocast keeps and reduces fp32
+Volumes follow ZeRO (arXiv 1910.02054, section 7), but for ZeRO-1 and ZeRO-2, which DeepSpeed all-reduces
+(`software.py`). DDP and ZeRO 0 and 1 reduce once in a step, ZeRO-2 every micro-batch, ZeRO-3 and FSDP2 gather twice and
+reduce in every micro-batch. DDP under autocast keeps and reduces fp32
 gradients; DeepSpeed reduces in compute precision, and in fp32 under sequence parallelism
 (deepspeed/runtime/engine.py:2182); FSDP2 reduces in compute precision.
 """
@@ -78,17 +79,15 @@ def data_traffic(
     reduction = reduction_seconds(group, gradients, calls=calls)
     if not strategy.zero_stage:
         return DataTraffic(reductions_once=reduction)
-    # Stages 1 and 2 reduce each slice of a bucket to its owner (`reduce_scatter: true`), half of an all-reduce.
-    scatter = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=calls)
-    holders = group
-    if software.optimizer_ranks and software.optimizer_ranks < held.ranks:
-        holders = group_of(hardware, constants, ranks=software.optimizer_ranks, stride=held.stride)
-        # Every group of holders needs the sum over all of them, and not one owner alone.
-        scatter = reduction
+    owners = min(software.optimizer_ranks or held.ranks, held.ranks)
+    holders = group_of(hardware, constants, ranks=owners, stride=held.stride)
+    # Half of an all-reduce, where each slice goes to its one owner; states that a few ranks share need the sum on all.
+    if software.reduces_to_owners and owners == held.ranks:
+        reduction = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=calls)
     update = gather_seconds(holders, held.trainable * width, calls=ceil(held.trainable / software.update_bucket))
     if strategy.zero_stage == 2:
-        return DataTraffic(reductions_each=scatter, updates_once=update)
-    return DataTraffic(reductions_once=scatter, updates_once=update)
+        return DataTraffic(reductions_each=reduction, updates_once=update)
+    return DataTraffic(reductions_once=reduction, updates_once=update)
 
 
 def _sharded(

@@ -57,6 +57,9 @@ class Software:
     """Whether stages pass micro-batches on beside their computation (Megatron-Core)."""
     reduction_bytes: int | None = None
     """Bytes of an element on its way through a gradient reduction; `None`: what the engine does."""
+    reduces_to_owners: bool = False
+    """Whether ZeRO-1 and ZeRO-2 reduce each gradient to the rank that steps it, as in the paper; DeepSpeed all-reduces
+    whole buckets and takes its part (`use_multi_rank_bucket_allreduce`, 0.19.8 stage_1_and_2.py:1695)."""
     sequence_parallel_norms: bool = False
     """Whether tensor parallelism also divides norms and residuals (Megatron's sequence parallelism)."""
     even_stages: bool = False
