@@ -167,7 +167,7 @@ def traffic_of(strategy, **job):
 
 
 def test_engines_move_what_their_papers_say():
-    """In bytes of a parameter and shares of 7/8: DDP under autocast all-reduces fp32, ZeRO-1 16 bit and gathers 16 bit."""
+    """In bytes of a parameter and shares of 7/8: DDP under autocast all-reduces fp32, ZeRO-1 16 bit, and gathers 16."""
     rate = A100.link_bytes_per_s * constants_of("A100-80GB").link_efficiency
     unit = 7 / 8 * 8e9 / rate
     ddp = traffic_of(Strategy(engine="ddp", dp_replicate=8))
