@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..specs.errors import Fault
-from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS
-from ..specs.model import targeted_linears
+from ..specs.job import OPTIMIZERS
 from .candidate import Candidate, Rule, one_of
 from .combinations import columns_of, incompatibility_faults
 from .kept_products import kept_products_are_counted
+from .model_rules import MODEL_RULES
 from .parallel_rules import AXIS_RULES, PARALLEL_RULES, AxisRule, pipeline_parallelism
 
 
@@ -206,70 +206,6 @@ def accumulation_dtype_is_supported(candidate: Candidate) -> Fault | None:
     return None
 
 
-def sequence_fits_the_positions(candidate: Candidate) -> Fault | None:
-    """Learned position embeddings end; rotary ones do not."""
-    limit = candidate.model.learned_positions
-    if limit is None or candidate.job.seq_len_tokens <= limit:
-        return None
-    return Fault(
-        where="seq_len",
-        value=candidate.job.seq_len_tokens,
-        rule=f"cannot exceed the {limit} learned positions of {candidate.model.architecture}",
-        fix=f"use --seq-len {limit}",
-    )
-
-
-def chunked_loss_is_supported(candidate: Candidate) -> Fault | None:
-    """Liger patches the families it knows and leaves others silently (liger_kernel/transformers/monkey_patch.py)."""
-    if candidate.job.loss != "chunked" or candidate.model.model_type in CHUNKED_LOSS_FAMILIES:
-        return None
-    return Fault(
-        where="loss",
-        value="chunked",
-        rule=f"has no kernel for {candidate.model.model_type}",
-        fix=f"use --loss eager; supported: {', '.join(CHUNKED_LOSS_FAMILIES)}",
-    )
-
-
-def lora_targets_exist(candidate: Candidate) -> Fault | None:
-    """Each LoRA target names a Linear module of the candidate.model."""
-    if candidate.job.method == "full":
-        return None
-    missing = [target for target in candidate.job.lora_targets if not targeted_linears(candidate.model, (target,))]
-    if not missing:
-        return None
-    linears = targeted_linears(candidate.model, ("all-linear",))
-    names = sorted({linear.module.rpartition(".")[2] for linear in linears})
-    fix = f"use all-linear or names among {', '.join(names)}" if names else "use --method full"
-    return Fault(where="lora_targets", value=",".join(missing), rule="match no Linear module", fix=fix)
-
-
-def unseen_code_is_trained_whole(candidate: Candidate) -> Fault | None:
-    """A model of remote code is divided by ZeRO alone: FSDP2 and the axes name its modules, which nobody has seen."""
-    strategy = candidate.strategy
-    if candidate.model.source != "structure" or (strategy.engine != "fsdp2" and not strategy.axes):
-        return None
-    return Fault(
-        where="model",
-        value=candidate.model.architecture,
-        rule="is code of its repository, whose modules FSDP2 and parallel axes would have to name",
-        fix="use a ZeRO stage",
-    )
-
-
-def shared_sequences_are_causal(candidate: Candidate) -> Fault | None:
-    """Ranks share a sequence of a causal language model alone: no other model was shown to train equally on parts."""
-    strategy = candidate.strategy
-    if candidate.model.task == "causal_lm" or strategy.sp * strategy.cp == 1:
-        return None
-    return Fault(
-        where="model",
-        value=candidate.model.architecture,
-        rule="is no causal language model, and only those share sequences (sp, cp)",
-        fix="use sp = cp = 1",
-    )
-
-
 def settings_are_proven(candidate: Candidate) -> list[Fault]:
     """The optimizer, the precision and what else a job has go with the engine and the axes of the layout."""
     job, strategy = candidate.job, candidate.strategy
@@ -298,11 +234,7 @@ RULES: tuple[Rule, ...] = (
     precision_is_supported,
     fp16_needs_an_accelerator,
     accumulation_dtype_is_supported,
-    sequence_fits_the_positions,
-    chunked_loss_is_supported,
-    lora_targets_exist,
-    unseen_code_is_trained_whole,
-    shared_sequences_are_causal,
+    *MODEL_RULES,
     kept_products_are_counted,
     *PARALLEL_RULES,
 )
