@@ -17,8 +17,9 @@ from ..launching.notes import Notify
 from .time_limit import within_limit
 
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
-LEFT_OUT = ("checkpoints/**", ".cache/**", "**/.DS_Store")
-"""Patterns of what a directory holds and no reader of a model needs."""
+_NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
+LEFT_OUT = ("checkpoints/**", ".cache/**", "**/.DS_Store", *(f"plan/{name}" for name in _NAMES_PLACES))
+"""Patterns of what a directory holds and no reader of a model needs: checkpoints, and what names places of a machine."""
 
 
 def push_faults(repository: str | None) -> list[Fault]:
@@ -83,7 +84,7 @@ def claim_repository(repository: str, *, private: bool) -> None:
 
 
 def push_directory(directory: Path, repository: str) -> str:
-    """Upload what a directory holds, but for checkpoints, and return the address of the repository.
+    """Upload what a directory holds, but for `LEFT_OUT`, and return the address of the repository.
 
     Raises:
         ShardwrightError: the upload failed; the directory is whole, and uploading again sends what is missing.

@@ -26,6 +26,9 @@ def result(tmp_path: Path) -> Path:
         "model.safetensors": b"\0" * 100,
         "checkpoints/checkpoint-2/optimizer.pt": b"left out",
         "plan/plan.json": b"{}",
+        "plan/accelerate.yaml": b"deepspeed_config_file: /home/ada/plan/ds_config.json",
+        "plan/launch.sh": b"cd /home/ada",
+        "plan/training_arguments.json": b"{}",
     }.items():
         (tmp_path / "result" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "result" / name).write_bytes(content)
@@ -55,7 +58,7 @@ def test_a_token_that_cannot_write_is_told_first(
     assert token not in "".join(faults) and not hub.repositories
 
 
-def test_a_directory_goes_up_without_its_checkpoints(hub: WritableHub, result: Path) -> None:
+def test_a_directory_goes_up_without_its_checkpoints_and_places(hub: WritableHub, result: Path) -> None:
     told: list[str] = []
     with pushed(result, "ada/tuned", private=True, notify=told.append):
         assert hub.repositories == {"ada/tuned": True} and not hub.files
