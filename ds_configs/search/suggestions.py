@@ -13,7 +13,8 @@ from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpu
 from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
-from .choice import Outcome, anything_fits, search
+from ..step_time.estimate import estimate_step_time
+from .choice import Evaluated, Outcome, anything_fits, search
 from .reasons import display_name
 
 _MOST = 3
@@ -21,6 +22,8 @@ _LARGEST_OFFERED = 64
 _LEAST_GAIN = 1.05
 """Times faster from which on a change is worth a word."""
 _LARGEST_WORLD = 4096
+_VOCABULARY_MULTIPLE = 64
+"""Rows to which vocabularies are padded: a multiple of 8 on up to 8 ranks of tensor parallelism."""
 _SHORTEST_SEQUENCE = 512
 
 
@@ -125,7 +128,7 @@ class Offer:
     """A change of the training's numbers that would make it faster; a plan never makes it unasked."""
 
     change: str
-    """What to do, as the flag to write."""
+    """What to do, as the flag or the line of Python to write."""
     times_faster: float
     """Tokens per second over those of the plan."""
     strategy: str
@@ -136,17 +139,19 @@ class Offer:
 
 
 def faster_changes(outcome: Outcome, model: ModelSpec, hardware: HardwareSpec) -> tuple[Offer, ...]:
-    """Return what would be faster if the training's numbers may change: 8-bit optimizer states, then adapters.
+    """Return what would be faster if the training's numbers may change: vocabulary, 8-bit optimizer states, adapters.
 
-    Only where memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED` accelerators: on more,
-    states are spread so thinly that neither helps.
+    The latter two only where memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED`
+    accelerators: on more, states are spread so thinly that neither helps.
     """
     chosen, job = outcome.chosen, outcome.job
-    if chosen is None or hardware.world_size > _LARGEST_OFFERED or job.teacher is not None:
+    if chosen is None or job.teacher is not None:
         return ()
+    found = _padded_vocabulary(chosen, model, hardware, job)
+    if hardware.world_size > _LARGEST_OFFERED:
+        return tuple(found)
     if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
-        return ()
-    found = []
+        return tuple(found)
     for change, _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
         # The loss is open again: another one may then be the faster.
         try:
@@ -159,6 +164,25 @@ def faster_changes(outcome: Outcome, model: ModelSpec, hardware: HardwareSpec) -
         if ratio > _LEAST_GAIN:
             found.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
     return tuple(found)
+
+
+def _padded_vocabulary(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Offer]:
+    """Return the gain of rows that nobody reads: kernels are slow where a width is no multiple of 8 elements."""
+    rows = model.dimensions.vocab_size
+    padded = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if rows % 8 == 0:
+        return []
+    parameters = tuple(
+        replace(parameter, shape=tuple(padded if size == rows else size for size in parameter.shape))
+        for parameter in model.parameters
+    )
+    wider = replace(model, dimensions=replace(model.dimensions, vocab_size=padded), parameters=parameters)
+    time = estimate_step_time(chosen.strategy, wider, hardware, job)
+    ratio = chosen.time.seconds / time.seconds
+    if ratio <= _LEAST_GAIN:
+        return []
+    change = f"model.resize_token_embeddings({padded}) instead of {rows} rows"
+    return [Offer(change=change, times_faster=ratio, strategy=display_name(chosen.strategy))]
 
 
 def _kinds(hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterator[tuple[Iterator[Change], int]]:

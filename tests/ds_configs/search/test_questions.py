@@ -168,3 +168,11 @@ def test_what_changes_the_numbers_is_only_offered() -> None:
     offered = {offer.change: offer.times_faster for offer in plan.offers}
     assert offered["--optimizer adamw_8bit"] > 1.05
     assert make_plan(LLAMA_8B, parse_hardware("8xH200"), TrainingJob()).offers == ()
+
+
+def test_an_odd_vocabulary_is_offered_rows_that_nobody_reads() -> None:
+    gpt2 = public_model("openai-community/gpt2")
+    offers = make_plan(gpt2, parse_hardware("8xA100-80GB"), TrainingJob(seq_len_tokens=1024)).offers
+    assert [offer.change for offer in offers] == ["model.resize_token_embeddings(50304) instead of 50257 rows"]
+    # nanoGPT, whose other layers are compiled, became about 25 % faster by it on A100.
+    assert 1.1 < offers[0].times_faster < 1.3
