@@ -19,7 +19,7 @@ from .time_limit import within_limit
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
 LEFT_OUT = ("checkpoints/**", ".cache/**", "**/.DS_Store", *(f"plan/{name}" for name in _NAMES_PLACES))
-"""Patterns of what a directory holds and no reader of a model needs: checkpoints, and what names places of a machine."""
+"""Patterns of what no reader of a model needs: checkpoints, and what names places of the machine."""
 
 
 def push_faults(repository: str | None) -> list[Fault]:
