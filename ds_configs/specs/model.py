@@ -15,6 +15,16 @@ ParameterKind = Literal["linear", "embedding", "norm", "experts", "bias", "other
 
 LEAF_MOE_BLOCKS = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Model types whose sparse block DeepSpeed gathers as one unit (deepspeed/runtime/zero/leaf_module_config.py:11)."""
+ADAPTED_MIXTURES = frozenset(
+    """
+    afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe
+    glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum minimax minimax_m2 mixtral olmoe qwen3_moe
+    qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker solar_open
+    """.split()  # noqa: SIM905
+)
+"""Model types whose router and fused experts PEFT 0.21 adapts under `all-linear`
+(peft/utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`); others' experts, such as gpt-oss's, stay
+frozen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +203,7 @@ def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str])
     """Trainable parameters that LoRA adds: `rank * (in_features + out_features)` for each targeted matrix.
 
     `targets` holds module name endings (`q_proj`) or `all-linear`, which PEFT expands to every Linear but the
-    output head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). For a mixture of experts PEFT
+    output head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). In `ADAPTED_MIXTURES` PEFT
     0.21 also adapts the router and every expert; the fused gate and up projections get twice the rank, one for each
     half. Returns 0 when nothing matches.
     """
@@ -215,7 +225,7 @@ def adapter_sizes(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> lis
 
 def adapted_experts(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
     """Router and fused expert matrices that LoRA adapts for these targets."""
-    if "all-linear" not in tuple(targets) or not model.dimensions.num_experts:
+    if "all-linear" not in tuple(targets) or model.model_type not in ADAPTED_MIXTURES:
         return []
     routers = [p for p in model.parameters if p.name.endswith(".mlp.gate.weight") and p.kind == "other"]
     return routers + [p for p in model.parameters if p.kind == "experts"]

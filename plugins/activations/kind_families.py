@@ -227,7 +227,6 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         kinds={"layer": "model.layers.*.mlp.router.weight"},
         settings=("attention_bias", "output_router_logits"),
         attentions=("eager",),
-        adapters=("none",),
     ),
     "Llama4ForCausalLM": KindFamily(
         model_type="llama4_text",

@@ -69,7 +69,7 @@ def test_real_runs_of_new_shapes_and_depths_take_the_estimated_bytes(architectur
 @pytest.mark.trace
 @pytest.mark.parametrize(
     ("architecture", "mode", "adapter"),
-    [("BertForMaskedLM", "bf16_autocast", "none"), ("OPTForCausalLM", "bf16", "lora_all_linear")],
+    [("BertForMaskedLM", "bf16_autocast", "none"), ("GptOssForCausalLM", "bf16", "lora_all_linear")],
 )
 def test_checkpointed_runs_take_the_estimated_bytes(architecture: str, mode: Mode, adapter: Adapter) -> None:
     assert_run_matches(architecture, mode, adapter, checkpointing=True)

@@ -13,7 +13,7 @@ from paths import TESTS
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_faults
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.ds_configs.specs.model import ModelSpec, ParameterShape, lora_parameter_count
+from shardwright.ds_configs.specs.model import ADAPTED_MIXTURES, ModelSpec, ParameterShape, lora_parameter_count
 from shardwright.plugins.planning.models import load_model_spec
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
@@ -270,6 +270,24 @@ def test_lora_counts_equal_peft(model_type: str, targets: tuple[str, ...]) -> No
             get_peft_model(model, lora)
         return
     assert get_peft_model(model, lora).get_nb_trainable_parameters()[0] == expected
+
+
+def test_experts_that_peft_adapts_are_those_of_its_own_list() -> None:
+    from peft.utils import transformers_weight_conversion as peft_types
+
+    patterns, mapped = peft_types._MODEL_TO_CONVERSION_PATTERN, peft_types._MOE_TARGET_MODULE_MAPPING
+    assert {name for name, pattern in patterns.items() if pattern in mapped} == ADAPTED_MIXTURES
+
+
+def test_lora_leaves_the_experts_of_gpt_oss_frozen_as_peft_does() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
+    more = {"num_hidden_layers": 2, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **sizes, **more}
+    spec = model_spec_from_meta(config, name="m")
+    lora = get_peft_model(build_meta_model(config, source="m"), LoraConfig(r=3, target_modules="all-linear"))
+    assert lora.get_nb_trainable_parameters()[0] == lora_parameter_count(spec, rank=3, targets=["all-linear"])
 
 
 def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Path) -> None:
