@@ -77,9 +77,11 @@ def test_zero3_with_nvme_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None
     assert any("nvme_path" in change.where for change in found.changes)
 
 
-def test_lora_on_zero3_with_everything_offloaded_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
-    directory = written(tmp_path / "plan", strategy="zero3", offload="cpu-all", method="lora")
-    assert_passed(rehearse(directory, steps=STEPS))
+def test_qlora_on_zero3_with_everything_offloaded_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    directory = written(tmp_path / "plan", strategy="zero3", offload="cpu-all", method="qlora")
+    found = rehearse(directory, steps=STEPS)
+    assert_passed(found)
+    assert "job: method" not in [change.where for change in found.changes]
 
 
 def test_fsdp2_passes(tmp_path: Path) -> None:

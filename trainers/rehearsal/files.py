@@ -209,19 +209,18 @@ def _worker_job(
 
 
 def _job(plan: Plan, strategy: Strategy) -> tuple[TrainingJob, tuple[Change, ...]]:
-    """Return the job in the rehearsed sequence, and in a precision and method that CPU ranks train."""
+    """Return the job in the rehearsed sequence, and in a precision that CPU ranks train."""
     job = plan.job
     seq_len = rehearsed_sequence(job.seq_len_tokens, strategy)
     found = replace(
         job,
         seq_len_tokens=seq_len,
         precision="bf16" if job.precision == "fp16" else job.precision,
-        method="lora" if job.method == "qlora" else job.method,
         loss="eager",
         teacher=None,
     )
     changes = []
-    for name in ("seq_len_tokens", "precision", "method", "loss"):
+    for name in ("seq_len_tokens", "precision", "loss"):
         before, after = getattr(job, name), getattr(found, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))

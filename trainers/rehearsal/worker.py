@@ -28,6 +28,7 @@ from ...plugins.transformers.training_arguments import (
     training_arguments,
     weights_dtype,
 )
+from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import engine_logits, parallelism_of
 from ..runs.ranks import progress_callback, run_rank, write_json
 from ..runs.settings import RankJob
@@ -46,7 +47,7 @@ class RehearsalJob(RankJob):
     steps: int = Field(description="optimizer steps")
     save_step: int = Field(description="step whose checkpoint the second launch resumes from")
     precision: str = Field(description="bf16 or fp32")
-    method: str = Field(description="full or lora")
+    method: str = Field(description="full, lora or qlora")
     lora_rank: int = Field(description="rank of the adapters; unused with full")
     lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
     text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
@@ -118,10 +119,13 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
 
     set_seed(arguments.seed)
     dtype = weights_dtype(arguments, method=job.method)
-    model = _load(work / "model", dtype) if job.method != "full" else _initialise(work / "model", dtype)
-    if job.method != "full":
-        fp32_adapters = chosen_engine(job.training_arguments) != "deepspeed"
-        model = add_lora(model, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32_adapters)
+    if job.method == "full":
+        model = _initialise(work / "model", dtype)
+    else:
+        engine = chosen_engine(job.training_arguments)
+        base = _load_base(job, work, dtype, engine=engine)
+        fp32_adapters = engine != "deepspeed"
+        model = add_lora(base, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32_adapters)
     samples = _samples(job, work, _vocab_size(work))
     stages = tuple(PipelineStage(**stage) for stage in job.stages)
     parallelism = parallelism_of(Strategy(engine="deepspeed", **job.axes), stages=stages)
@@ -148,6 +152,14 @@ def _load(directory: Path, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+
+
+def _load_base(job: RehearsalJob, work: Path, dtype: Any, *, engine: str | None = None) -> Any:
+    """Return what adapters are added to, for QLoRA in 4 bit as trainings load it; `engine` divides it."""
+    if job.method != "qlora":
+        return _load(work / "model", dtype)
+    source = StartingModel(model=str(work / "model"), method=job.method)
+    return load_model(source, load_config(source), dtype, seed=0, engine=engine)
 
 
 def _vocab_size(work: Path) -> int:
@@ -200,7 +212,7 @@ def _exported_logits(job: RehearsalJob, work: Path) -> Any:
     else:
         from peft import PeftModel
 
-        base = _load(work / "model", dtype)
+        base = _load_base(job, work, dtype)
         model = PeftModel.from_pretrained(base, str(work / "export"), autocast_adapter_dtype=autocast)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext(), torch.no_grad():
         tokens_BT = probe_tokens(job, _vocab_size(work))
