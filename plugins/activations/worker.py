@@ -200,7 +200,7 @@ def extrapolate(near: ActivationEstimate, far: ActivationEstimate, steps: tuple[
     changes = {}
     for name, value in asdict(near).items():
         other = getattr(far, name)
-        if name != "source" and "per_parameter" not in name:
+        if isinstance(value, int) and "per_parameter" not in name:
             changes[name] = ceil(value + (value - other) * close / (wide - close))
     return replace(near, **changes)
 
