@@ -47,14 +47,14 @@ def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
 def is_stored(family: str, mode: Mode, adapter: Adapter, attention: str) -> bool:
     """Whether a table is possible and worth its size: of adapters on families added later, the common case alone.
 
-    PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix, so
-    bytes then grow with the weights and are not linear in the features.
+    PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix: those
+    are counted with the weights, and what else lives with them has features of its own.
     """
     from shardwright.plugins.activations.families import FIRST, MIXTURES
 
-    if family not in FIRST:
+    if family not in FIRST or (family in MIXTURES and adapter == "lora_all_linear"):
         return adapter == "none" or (mode, adapter, attention) == ("bf16", "lora_all_linear", "fused")
-    return adapter != "lora_all_linear" or family not in MIXTURES
+    return True
 
 
 def derive_coefficients(

@@ -108,6 +108,10 @@ def feature_values(
         "routed_token*expert_intermediate_size": routed * dimensions.expert_intermediate_size,
         "routed_token*expert": routed * dimensions.num_experts,
         "routed_token*lora_rank": routed * lora_rank,
+        "expert*lora_rank*hidden_size": dimensions.num_experts * lora_rank * dimensions.hidden_size,
+        "expert*lora_rank*expert_intermediate_size": dimensions.num_experts
+        * lora_rank
+        * dimensions.expert_intermediate_size,
         "attention_mask": tokens * seq_len_tokens,
         "attention_scores": tokens * seq_len_tokens * dimensions.num_attention_heads,
         "position*position": seq_len_tokens**2,

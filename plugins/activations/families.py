@@ -121,6 +121,8 @@ def feature_names(family: str, adapter: Adapter, attention: str) -> list[str]:
         names += ["token*intermediate_size"]
     if adapter != "none":
         names += ["token*lora_rank"]
+    if adapter == "lora_all_linear" and family in MIXTURES:
+        names += ["expert*lora_rank*hidden_size", "expert*lora_rank*expert_intermediate_size"]
     if attention in ("masked", "eager"):
         names += ["attention_mask"]
     if attention in ("math", "eager"):
@@ -135,8 +137,8 @@ def sample_shapes(family: str, count: int, *, adapter: Adapter = "none", seed: i
     like a weight; a batch of one and a single expert per token are left out because each skips one small copy."""
     choose = random.Random(f"{family} {seed}")
     mixture = family in MIXTURES
-    shapes = []
-    for _ in range(count):
+    shapes: list[Shape] = []
+    while len(shapes) < count:
         head_dim = choose.choice([8, 16, 24, 32])
         groups = choose.choice([2, 3, 4])
         heads = groups * choose.choice([2, 3, 4])
@@ -155,15 +157,16 @@ def sample_shapes(family: str, count: int, *, adapter: Adapter = "none", seed: i
             experts_per_token=choose.choice([2, 3, 4]) if mixture else 0,
             expert_intermediate_size=8 * choose.randint(6, 30) if mixture else 0,
         )
-        shapes.append(
-            Shape(
-                dimensions=size,
-                micro_batch_size=choose.choice([2, 3, 5, 6]),
-                seq_len_tokens=choose.choice([9, 11, 13, 15, 17, 19, 21, 23]),
-                # No batch size: an adapter's matrix would look like one vector of each sequence.
-                lora_rank=0 if adapter == "none" else choose.choice([4, 8, 12, 16]),
-            )
+        shape = Shape(
+            dimensions=size,
+            micro_batch_size=choose.choice([2, 3, 5, 6]),
+            seq_len_tokens=choose.choice([9, 11, 13, 15, 17, 19, 21, 23]),
+            # No batch size: an adapter's matrix would look like one vector of each sequence.
+            lora_rank=0 if adapter == "none" else choose.choice([4, 8, 12, 16]),
         )
+        # Labels, one longer than the sequence, must not look like the adapter of a router.
+        if (shape.micro_batch_size, shape.seq_len_tokens + 1) != (size.num_experts, shape.lora_rank):
+            shapes.append(shape)
     return shapes
 
 
@@ -218,7 +221,9 @@ def _with_lora(model: nn.Module, family: str, adapter: Adapter, rank: int) -> An
 
     attention = ATTENTION_TARGETS.get(family, ["q_proj", "v_proj"])
     targets: str | list[str] = "all-linear" if adapter == "lora_all_linear" else attention
-    return get_peft_model(model, LoraConfig(r=rank, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"))
+    # PEFT 0.21 leaves out the operator that scales an expert's update where alpha is the rank.
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
 
 
 def build_inputs(shape: Shape, *, attention: str) -> dict[str, torch.Tensor]:
