@@ -8,7 +8,7 @@ FSDP2: `accelerate/utils/fsdp_utils.py:857` (units) and `torch/distributed/fsdp/
 from __future__ import annotations
 
 from ..specs.job import TrainingJob
-from ..specs.model import ModelSpec, adapter_sizes
+from ..specs.model import ModelSpec, ParameterShape, adapted_experts, adapter_sizes
 from ..specs.strategy import Strategy, ZeroOptions
 from .moments import Moment, Terms, at_moments
 from .rank_parameters import RankParameters, rank_parameters
@@ -142,7 +142,11 @@ def _stage3_gathers(
     reduced = _reduction_bytes(strategy, job)
     always = {"persistent_parameters": width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
     held = gathered_elements(model, zero, recomputed=_recomputed_share(strategy, model))
-    more = {moment: {"gathered_parameters": width * count} for moment, count in held.items()}
+    kept = _kept_by_views(strategy, model, job, held=held["forward_end"])
+    more = {
+        moment: {"gathered_parameters": width * (count + (kept if moment in _BEFORE_OTHER_LAYERS else 0))}
+        for moment, count in held.items()
+    }
     # A tied head's gradient waits in autograd for the embedding's.
     tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
     in_layer = model.largest_layer_unit + tied
@@ -165,6 +169,46 @@ def _stage3_gathers(
         if moment != "head_backward":
             more[moment] |= {"reduce_copy": copied, "prefetch_copies": fetched}
     return at_moments(always, **more)
+
+
+_EXPERTS_AS_STORED = frozenset({"gpt_oss", "llama4", "llama4_text"})
+"""Model types whose experts are multiplied as they are stored (transformers 5.17.0, `is_transposed`)."""
+_TRANSPOSED_LINEARS = frozenset({"falcon"})
+"""Model types whose linear layers are `input @ weight.T` (transformers 5.17.0, `FalconLinear`)."""
+_BEFORE_OTHER_LAYERS = frozenset(
+    {
+        "last_layer_forward",
+        "forward_end",
+        "loss_backward",
+        "head_backward",
+        "after_head",
+        "last_layer_backward",
+        "after_last_layer",
+    }
+)
+"""Moments from the end of the layers' forward pass to that of the last one's backward pass."""
+
+
+def _kept_by_views(strategy: Strategy, model: ModelSpec, job: TrainingJob, *, held: int) -> int:
+    """Return the gathered elements that autograd keeps after ZeRO-3 has released them, beside those `held` anyway.
+
+    A grouped product of experts takes a transposed view of the weights (transformers 5.17.0, integrations/moe.py:368;
+    deepspeed 0.19.8, moe/ep_experts.py:269), and so do Falcon's linear layers. Autograd saves the view, and with it the
+    gathered storage, until the layer's backward pass; layers that run their forward pass again save nothing before. A
+    parameter that is saved itself loses its storage with its `data`. Adapted experts are sums, which count among the
+    activations. Of what is held at the end of the forward pass, all but the tail is the last layer's.
+    """
+    layers = max(1, model.dimensions.num_layers)
+    saved = layers - strategy.recomputed_layers(layers)
+    viewed = sum(parameter.total for parameter in model.parameters if _is_viewed(parameter, model, job)) // layers
+    return max(0, saved * viewed - min(viewed, max(0, held - model.tail_parameters)))
+
+
+def _is_viewed(parameter: ParameterShape, model: ModelSpec, job: TrainingJob) -> bool:
+    if parameter.kind == "experts":
+        adapted = job.method != "full" and bool(adapted_experts(model, job.lora_targets))
+        return not adapted and model.model_type not in _EXPERTS_AS_STORED
+    return model.model_type in _TRANSPOSED_LINEARS and parameter.in_layer and len(parameter.shape) == 2
 
 
 def _recomputed_share(strategy: Strategy, model: ModelSpec) -> Recomputed:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, no_activations, public_model
-from shardwright.ds_configs.memory.buffers import default_zero_options
+from shardwright.ds_configs.memory.buffers import buffer_terms, default_zero_options
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.memory.host_memory import estimate_host_memory, pinned_block_bytes
 from shardwright.ds_configs.memory.model_states import model_state_terms
@@ -195,6 +195,24 @@ def test_stage3_gathers_the_whole_expert_stack():
     states = 16 * mixtral.parameter_count / 8
     experts = 2 * (3 * 8 * 4096 * 14336)
     assert terms["loss"] - states >= experts
+
+
+def test_stage3_leaves_experts_to_autograd_until_their_layer_is_done():
+    """Views of released weights keep their storage; a layer that runs again saved none, nor do other engines' views."""
+    mixtral = public_model("mistralai/Mixtral-8x7B-v0.1")
+    job, layers, experts = TrainingJob(), 32, 3 * 8 * 4096 * 14336
+
+    def loss(name: str, model=mixtral, **settings: object) -> int:
+        strategy = strategy_of(name, 8, zero=default_zero_options(mixtral, job, stage=3), **settings)
+        terms = buffer_terms(strategy, model, job, rank_parameters(model, job, strategy))
+        return terms["forward_end"]["gathered_parameters"]
+
+    again = loss("zero3", gradient_checkpointing=True)
+    assert (loss("zero3") - again) // (2 * experts) in (layers - 1, layers)
+    some = loss("zero3", gradient_checkpointing=True, checkpointed_layers=10)
+    assert (some - again) // (2 * experts) in (layers - 11, layers - 10)
+    as_stored = replace(mixtral, model_type="gpt_oss")
+    assert loss("zero3", as_stored) < 3 * 2 * experts
 
 
 def test_every_term_has_a_meaning():
