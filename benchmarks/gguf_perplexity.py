@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from page_parts import with_part
 from serving_matrix import difference, perplexity
 
 ROOT = Path(__file__).parents[1]
@@ -179,8 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\nllama-cpp-python {found['version']}; {'passed' if passed else 'FAILED'}")
     if flags.write:
         page = DOCUMENT.read_text(encoding="utf-8")
-        kept = re.sub(r"(?s)(<!-- gguf -->\n).*(<!-- end of gguf -->)", lambda at: f"{at[1]}{text}\n{at[2]}", page)
-        DOCUMENT.write_text(kept, encoding="utf-8")
+        DOCUMENT.write_text(with_part(page, "gguf", text), encoding="utf-8")
     return 0 if passed else 1
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from page_parts import with_part
 from shardwright.ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
 from shardwright.plugins.metering.byte_meter import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
@@ -259,10 +260,8 @@ def write(found: Sequence[Measurement]) -> None:
     lines = ",\n".join(json.dumps(asdict(one), sort_keys=True) for one in found)
     MEASURED.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     text = DOCUMENT.read_text(encoding="utf-8")
-    begin, end = "<!-- memory -->", "<!-- end of memory -->"
-    head, _, rest = text.partition(begin)
-    tail = rest.partition(end)[2]
-    DOCUMENT.write_text(f"{head}{begin}\n{table(found, 'cpu')}\n\n{sentence(found)}\n{end}{tail}", encoding="utf-8")
+    part = f"{table(found, 'cpu')}\n\n{sentence(found)}"
+    DOCUMENT.write_text(with_part(text, "memory", part), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from statistics import mean
 from memory_cases import VALUES, Case, grid
 from memory_estimators import accelerate_estimate, deepspeed_estimate
 from metered_launch import measure_cases
+from page_parts import with_part
 from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
 from shardwright.ds_configs.memory.estimate import ALLOCATED_OVER_PREDICTED
 
@@ -144,10 +145,7 @@ def write_document(found: Sequence[Row]) -> None:
         "estimators": estimator_table(found),
     }
     for name, table in tables.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{begin}\n{table}\n{end}{tail}"
+        text = with_part(text, name, table)
     DOCUMENT.write_text(text, encoding="utf-8")
 
 

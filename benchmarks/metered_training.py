@@ -59,7 +59,7 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
     """Train random weights of a model configuration, and return what lived on this rank in the last step."""
     strategy, job = plan.chosen.strategy, plan.job
     deepspeed = strategy.engine == "deepspeed"
-    arguments = training_arguments(_settings(plan), configure_cpu_ranks(strategy.engine))  # type: ignore[arg-type]
+    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(strategy.engine))  # type: ignore[arg-type]
     set_seed(1)
     model_config = AutoConfig.for_model(**config)
     dtype = weights_dtype(arguments, method=job.method)
@@ -132,11 +132,12 @@ def _trainer(plan: Plan, arguments: Any, model: Any, samples: list[dict[str, tor
     return trainer
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
+def run_settings(plan: Plan, *, steps: int = STEPS) -> dict[str, Any]:
+    """Return the settings of a few steps that write nothing, with those of the plan's engine."""
     strategy = plan.chosen.strategy
     settings = planned_training_arguments(plan) | {
         "output_dir": tempfile.gettempdir(),
-        "max_steps": STEPS,
+        "max_steps": steps,
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,

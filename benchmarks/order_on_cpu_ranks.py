@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -119,28 +118,16 @@ def work(wanted: Path, output: Path) -> None:
 
 def _trained(layout: Layout) -> dict[str, float]:
     """Return the wall and processor seconds of the fastest step."""
-    from metered_training import plan_of
-    from shardwright.ds_configs.plan.deepspeed import deepspeed_config
-    from shardwright.ds_configs.plan.training_arguments import planned_training_arguments
+    from metered_training import plan_of, run_settings
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
     from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, default_data_collator, set_seed
 
     plan = plan_of(layout.strategy(), spec(), parse_hardware(f"{layout.ranks}xCPU"), JOB)
-    settings = planned_training_arguments(plan) | {
-        "output_dir": tempfile.gettempdir(),
-        "max_steps": STEPS,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-    }
-    if plan.chosen.strategy.engine == "deepspeed":
-        settings["deepspeed"] = deepspeed_config(plan)
-    if layout.engine == "fsdp2":
-        wrapped = {"transformer_layer_cls_to_wrap": list(plan.model.layer_classes), "reshard_after_forward": True}
-        settings |= {"fsdp": True, "fsdp_config": {"version": 2, **wrapped}}
-    arguments = training_arguments(settings, configure_cpu_ranks(plan.chosen.strategy.engine))  # type: ignore[arg-type]
+    arguments = training_arguments(
+        run_settings(plan, steps=STEPS),
+        configure_cpu_ranks(plan.chosen.strategy.engine),  # type: ignore[arg-type]
+    )
     set_seed(1)
     config = AutoConfig.for_model(**CONFIG)
     dtype = weights_dtype(arguments, method="full")

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 from metered_launch import measure_cases
+from page_parts import with_part
 from parallel_memory_cases import LAYOUTS, Case, grid
 from shardwright.ds_configs.memory.cpu_memory import cpu_share_terms
 
@@ -153,10 +154,7 @@ def write_document(found: Sequence[Row]) -> None:
     fullest = fullest_rows(found)
     tables = {"summary": verdict(fullest)[1] + ".", "groups": group_table(fullest), "cases": case_table(found)}
     for name, table in tables.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{begin}\n{table}\n{end}{tail}"
+        text = with_part(text, name, table)
     DOCUMENT.write_text(text, encoding="utf-8")
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from metered_training import STEPS, plan_of
+from metered_training import STEPS, plan_of, run_settings
 from parallel_memory_cases import Case
 from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
-from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.plan.training_arguments import planned_training_arguments
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
@@ -47,16 +44,7 @@ def main(cases_file: Path, output: Path) -> None:
 def measure(case: Case) -> MeterReading:
     """Train one case and return what lived on this rank in the last step."""
     plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
-    settings = planned_training_arguments(plan) | {
-        "output_dir": tempfile.gettempdir(),
-        "max_steps": STEPS,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        "deepspeed": deepspeed_config(plan),
-    }
-    arguments: TrainingArguments = training_arguments(settings, configure_cpu_ranks("deepspeed"))
+    arguments: TrainingArguments = training_arguments(run_settings(plan), configure_cpu_ranks("deepspeed"))
     set_seed(1)
     with ByteMeter() as meter:
         model = AutoModelForCausalLM.from_config(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from page_parts import with_part
 from qat_ways import Comparison, compare_qat
 from qat_ways_report import comparison_table, draw_comparison, verdicts
 
@@ -103,10 +104,7 @@ def stored() -> Comparison:
 
 def updated(document: str, found: Comparison) -> str:
     """Return the document with its table replaced."""
-    start, end = "<!-- comparison -->\n", "<!-- end of comparison -->"
-    before, rest = document.split(start)
-    shown = "\n".join([*comparison_table(found), "", *verdicts(found)])
-    return f"{before}{start}{shown}\n{end}{rest.split(end, 1)[1]}"
+    return with_part(document, "comparison", "\n".join([*comparison_table(found), "", *verdicts(found)]))
 
 
 def write(found: Comparison) -> None:

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from page_parts import with_part
+
 MEASURED = Path(__file__).with_name("qat_overhead.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "qat.md"
 WAYS = ("plain", "Shardwright", "torchao")
@@ -245,9 +247,7 @@ def stored() -> list[Run]:
 
 def updated(document: str, found: Sequence[Run]) -> str:
     """Return the document with its table replaced."""
-    start, end = "<!-- overhead -->\n", "<!-- end of overhead -->"
-    before, rest = document.split(start)
-    return f"{before}{start}{table(found)}\n{end}{rest.split(end, 1)[1]}"
+    return with_part(document, "overhead", table(found))
 
 
 def write(found: Sequence[Run]) -> None:

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from page_parts import with_part
+
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "measurements" / "quantization_peers.md"
 CALIBRATION_ROWS, SEQ_LEN, GROUP_SIZE = 64, 128, 128
@@ -212,8 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(shown)
     if flags.write:
         page = DOCUMENT.read_text(encoding="utf-8")
-        kept = re.sub(r"(?s)(<!-- peers -->\n).*(<!-- end of peers -->)", lambda at: f"{at[1]}{shown}\n{at[2]}", page)
-        DOCUMENT.write_text(kept, encoding="utf-8")
+        DOCUMENT.write_text(with_part(page, "peers", shown), encoding="utf-8")
     return 0
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from page_parts import with_part
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 
@@ -200,10 +201,7 @@ def picture(results: Sequence[QualityResult], path: Path) -> None:
 def updated(document: str, results: Sequence[QualityResult]) -> str:
     """Return the document with its tables replaced."""
     for group in ("weights", "outliers", "ranges"):
-        start, end = f"<!-- {group} -->\n", f"<!-- end of {group} -->"
-        before, rest = document.split(start)
-        made = table([result for result in results if result.case.group == group])
-        document = f"{before}{start}{made}\n{end}{rest.split(end, 1)[1]}"
+        document = with_part(document, group, table([result for result in results if result.case.group == group]))
     return document
 
 

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from page_parts import with_part
+
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "measurements" / "serving.md"
 BOUNDS = {"dense": 0.02, "weights": 0.06, "activations": 0.10}
@@ -246,8 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{len(listed)} checkpoints in {time.monotonic() - began:.0f} s; {'passed' if passed else 'FAILED'}")
     if flags.write:
         page = DOCUMENT.read_text(encoding="utf-8")
-        kept = re.sub(r"(?s)(<!-- matrix -->\n).*(<!-- end of matrix -->)", lambda at: f"{at[1]}{text}\n{at[2]}", page)
-        DOCUMENT.write_text(kept, encoding="utf-8")
+        DOCUMENT.write_text(with_part(page, "matrix", text), encoding="utf-8")
     return 0 if passed else 1
 
 

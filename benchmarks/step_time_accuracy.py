@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
+from page_parts import with_part
 from published_steps import TABLES, PublishedStep, published_steps
 from shardwright.ds_configs.step_time.constants import constants_of
 from step_time_fit import FITTED, cases_of, fit, predictions
@@ -214,9 +215,7 @@ def document_table(tables: Mapping[str, Mapping[str, Score]]) -> str:
 def write_document(table: str) -> None:
     """Replace the table between the markers of the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    head, _, rest = text.partition("<!-- scores -->")
-    _, _, tail = rest.partition("<!-- end of scores -->")
-    DOCUMENT.write_text(f"{head}<!-- scores -->\n{table}\n<!-- end of scores -->{tail}", encoding="utf-8")
+    DOCUMENT.write_text(with_part(text, "scores", table), encoding="utf-8")
 
 
 def main() -> None:

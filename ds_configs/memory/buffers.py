@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts, adapter_sizes
 from ..specs.strategy import Strategy, ZeroOptions
-from .moments import Moment, Terms, at_moments
+from .moments import PHASES, Moment, Terms, at_moments
 from .rank_parameters import RankParameters, rank_parameters
 from .zero3_gathers import Recomputed, gathered_elements
 
@@ -175,17 +175,8 @@ _EXPERTS_AS_STORED = frozenset({"gpt_oss", "llama4", "llama4_text"})
 """Model types whose experts are multiplied as they are stored (transformers 5.17.0, `is_transposed`)."""
 _TRANSPOSED_LINEARS = frozenset({"falcon"})
 """Model types whose linear layers are `input @ weight.T` (transformers 5.17.0, `FalconLinear`)."""
-_BEFORE_OTHER_LAYERS = frozenset(
-    {
-        "last_layer_forward",
-        "forward_end",
-        "loss_backward",
-        "head_backward",
-        "after_head",
-        "last_layer_backward",
-        "after_last_layer",
-    }
-)
+_ORDER = tuple(PHASES)
+_BEFORE_OTHER_LAYERS = _ORDER[_ORDER.index("last_layer_forward") : _ORDER.index("after_last_layer") + 1]
 """Moments from the end of the layers' forward pass to that of the last one's backward pass."""
 
 
