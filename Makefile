@@ -14,7 +14,7 @@ SERVING := build/serving-environment
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
 	@echo "make test    run the whole suite; ROOM=distillation: what has that word in its path or name"
-	@echo "make test-fast    run what takes no real training, launch or installation"
+	@echo "make test-fast    run what takes no real training, launch, browser or installation"
 	@echo "make test-serving    load checkpoints of every scheme in vLLM's CPU engine, beside Transformers"
 	@echo "make lint    ruff and mypy"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"
@@ -45,7 +45,7 @@ test: $(VENV)/.operators
 	$(PYTEST) $(if $(ROOM),-k "$(ROOM)")
 
 test-fast: install
-	$(PYTEST) -m "not distributed and not install and not trace and not slow"
+	$(PYTEST) -m "not browser and not distributed and not install and not trace and not slow"
 
 # Every package by its exact version, so that nothing is left to choose: a release of tomorrow changes nothing.
 $(SERVING)/.installed: benchmarks/serving_requirements.txt

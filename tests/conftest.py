@@ -29,7 +29,7 @@ settings.load_profile("tests")
 
 SHARED = dict.fromkeys(("test_qat_quality.py", "test_quantize_quality.py"), "small-llama")
 """Groups of files that wait for each other's fixtures otherwise."""
-WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "trace": 2}
+WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "browser": 5, "trace": 2}
 """How much longer a test with this marker takes than another."""
 _SESSION = pytest.StashKey[session.Session]()
 
@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run say how many combinations of layouts and settings it draws."""
     parser.addoption("--draw", type=int, default=6, help="combinations that tests/equivalence draws")
     parser.addoption("--seed", type=int, default=1, help="of these draws")
+    parser.addoption("--pictures", type=Path, help="directory for what tests/browser sees")
 
 
 def pytest_configure(config: pytest.Config) -> None:

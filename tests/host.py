@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from browsing import chromium_program
 
 
 def _has_libaio() -> bool:
@@ -35,6 +36,7 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
     "libaio": (_has_libaio, "apt-get install libaio-dev (its header, for NVMe offload)"),
     "avx512_bf16": (lambda: _processor_has("avx512_bf16"), "a processor with AVX512-BF16"),
     "accelerator": (_has_accelerator, "a GPU and a CUDA build of torch"),
+    "chromium": (lambda: chromium_program() is not None, "apt-get install chromium (to look at pages)"),
     "trl": (lambda: importlib.util.find_spec("trl") is not None, "pip install trl"),
     "no-kernels": (lambda: importlib.util.find_spec("kernels") is None, "pip uninstall kernels"),
 }

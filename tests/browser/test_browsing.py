@@ -1,0 +1,45 @@
+"""The watch over pages sees what it is there for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from browsing import PHONE, Visitor, accessibility_faults
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+BAD = """<!doctype html><html><head><title>Bad</title></head><body><main>
+<img src="https://example.com/pixel.png">
+<p style="color: #ccc; background: #fff">pale</p>
+<script>console.error("said aloud"); null.field</script></main></body></html>"""
+
+
+def test_errors_requests_and_pale_text_are_seen(browser: Browser, tmp_path: Path) -> None:
+    """Otherwise every other test of this folder passes whatever a page does."""
+    (tmp_path / "bad.html").write_text(BAD)
+    visitor = Visitor(browser=browser)
+    page = visitor.open(tmp_path / "bad.html", PHONE)
+    assert page.evaluate("window.innerWidth") == PHONE[0]
+    found = {fault.split()[1] for fault in accessibility_faults(page)}
+    visitor.close()
+    assert found >= {"color-contrast:", "image-alt:", "html-has-lang:"}
+    assert "console: said aloud" in visitor.faults
+    assert "request to another machine: https://example.com/pixel.png" in visitor.faults
+    assert any(fault.startswith("exception: ") for fault in visitor.faults)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_good_page_has_no_fault(visitor: Visitor, tmp_path: Path, scheme) -> None:
+    """A page of its own text, in both colour schemes."""
+    (tmp_path / "good.html").write_text(
+        '<!doctype html><html lang="en"><head><title>Good</title><meta name="color-scheme" content="light dark"></head>'
+        "<body><main><h1>Good</h1></main></body></html>"
+    )
+    page = visitor.open(tmp_path / "good.html", scheme=scheme)
+    assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (scheme == "dark")
+    assert accessibility_faults(page) == []
