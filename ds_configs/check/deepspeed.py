@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..plan.deepspeed_copy import HEADER
 from ..quantization.compression_training import REMOVED_BLOCKS, message
 from .axes import check_axes
 from .batch import check_batch
@@ -10,9 +11,6 @@ from .keys import KeyWalker, Schema, load_keys, nearest_key
 from .report import MAXIMUM_FINDINGS, Report
 from .tree import Entry
 from .zero import check_zero
-
-HEADER_KEY = "_shardwright"
-"""Our own header; DeepSpeed ignores top-level keys that it does not know."""
 
 REPLACEMENTS = {
     "nebula": "use the `checkpoint` section with a local or shared directory",
@@ -62,7 +60,7 @@ def _check_keys(report: Report, schema: Schema, uses_transformers: bool) -> None
     filled = set(schema["filled_by_transformers"])
 
     def unknown(path: str, entry: Entry, parent: Schema) -> None:
-        if path == HEADER_KEY:
+        if path == HEADER:
             return
         key, line = entry.key, entry.line
         if path in removed:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..plan.deepspeed_copy import DEEPSPEED_FILE, copied_configuration, copy_fault, differing_keys
 from ..specs.errors import Fault, UsageError
 from .pair import check_pair, check_text, parse_report
 from .parsing import MAXIMUM_BYTES, detect_kind
@@ -143,7 +144,14 @@ def _check_named(
     name = report.text(_NAMED_FILE)
     if not name:
         return [], None
-    if path.name == CONFIGURATION and (path.parent / PLAN_FILE).is_file():
+    of_plan = path.name == CONFIGURATION and (path.parent / PLAN_FILE).is_file()
+    copy = copied_configuration(name)
+    if copy is not None and not of_plan:
+        return _check_both((launch, str(path)), copy, f"{path} {_NAMED_FILE}", world_size, uses_transformers), None
+    if copy is not None:
+        name = str(path.parent / DEEPSPEED_FILE)
+        report.findings += _copy_findings(path, copy)
+    elif of_plan:
         moved = moved_finding(path.parent, Path(name))
         report.findings += [] if moved is None else [moved]
         name = name if moved is None else str(path.parent / Path(name).name)
@@ -153,12 +161,30 @@ def _check_named(
         rule = "names a file that " + config.fault.rule
         report.error(_NAMED_FILE, rule, "the path is taken from the directory of the launch")
         return report.findings, None
-    tree, findings = parse_report(config, str(named))
+    found = _check_both((launch, str(path)), config, str(named), world_size, uses_transformers)
+    return [*report.findings, *found], named
+
+
+def _check_both(
+    launch: tuple[Node, str], config: str | bytes, filename: str, world_size: int | None, uses_transformers: bool
+) -> list[Finding]:
+    """Check a DeepSpeed JSON and the Accelerate YAML that brings it together."""
+    tree, findings = parse_report(config, filename)
     if tree is None:
-        return report.findings + findings, named
-    pair: tuple[tuple[Node, str], tuple[Node, str]] = ((launch, str(path)), (tree, str(named)))
-    checked = check_pair(*pair, world_size=world_size, uses_transformers=uses_transformers)
-    return [*report.findings, *findings, *checked], named
+        return findings
+    checked = check_pair(launch, (tree, filename), world_size=world_size, uses_transformers=uses_transformers)
+    return [*findings, *checked]
+
+
+def _copy_findings(path: Path, copy: str) -> list[Finding]:
+    """Return what is wrong with the copy in a plan's YAML, beside the file that it copies."""
+    if not (path.parent / DEEPSPEED_FILE).is_file():
+        where = f"{path}: {_NAMED_FILE}"
+        return [
+            _error(Fault(where=where, rule=f"copies {DEEPSPEED_FILE}, which is missing", fix="write the plan again"))
+        ]
+    keys = differing_keys(copy, path.parent)
+    return [_error(copy_fault(path.parent, keys))] if keys else []
 
 
 def _locate(path: Path, name: str, report: Report) -> Path:
@@ -175,4 +201,8 @@ def _locate(path: Path, name: str, report: Report) -> Path:
 
 
 def _refused(path: Path, rule: str, fix: str = "") -> Finding:
-    return Finding(kind="error", fault=Fault(where=str(path), rule=rule, fix=fix))
+    return _error(Fault(where=str(path), rule=rule, fix=fix))
+
+
+def _error(fault: Fault) -> Finding:
+    return Finding(kind="error", fault=fault)

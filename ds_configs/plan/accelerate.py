@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
+from .deepspeed import deepspeed_config
 from .plan import Plan
 
 
-def accelerate_config(plan: Plan, *, directory: str = ".") -> dict[str, Any]:
+def accelerate_config(plan: Plan) -> dict[str, Any]:
     """Return the Accelerate configuration of a plan.
 
-    `num_processes` counts the processes of all machines. With a DeepSpeed file neither `mixed_precision` nor any
-    value of that file may stand beside it (accelerate/utils/dataclasses.py:1507).
+    The DeepSpeed configuration stands in it as text, which accelerate 1.15.0 takes in the place of a path
+    (utils/deepspeed.py, `HfDeepSpeedConfig`): a path is taken from the working directory of the launch, and names
+    nothing once the directory has moved. `num_processes` counts the processes of all machines. With a DeepSpeed file
+    neither `mixed_precision` nor any value of that file may stand beside it (accelerate/utils/dataclasses.py:1507).
     """
     strategy, hardware = plan.chosen.strategy, plan.hardware
     config: dict[str, Any] = {
@@ -28,7 +35,7 @@ def accelerate_config(plan: Plan, *, directory: str = ".") -> dict[str, Any]:
         config["main_process_port"] = 29500
     if strategy.engine == "deepspeed":
         config["deepspeed_config"] = {
-            "deepspeed_config_file": f"{directory}/ds_config.json",
+            "deepspeed_config_file": json.dumps(deepspeed_config(plan), indent=2) + "\n",
             "zero3_init_flag": strategy.zero_stage == 3,
         }
         if hardware.nodes > 1:
@@ -50,6 +57,21 @@ def accelerate_config(plan: Plan, *, directory: str = ".") -> dict[str, Any]:
                 "parallelism_config_cp_comm_strategy": "allgather",
             }
     return config
+
+
+def accelerate_text(config: Mapping[str, Any]) -> str:
+    """Return the YAML of a configuration, with texts of several lines as they read."""
+    return yaml.dump(dict(config), Dumper=_ReadableDumper, sort_keys=False)
+
+
+class _ReadableDumper(yaml.SafeDumper):
+    """Dumper that indents a text of several lines below its key instead of quoting it."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_ReadableDumper.add_representer(str, _ReadableDumper.represent_str)
 
 
 def _sequence_section(plan: Plan) -> dict[str, Any]:

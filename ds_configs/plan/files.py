@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..legality.pipeline import pipeline_remarks
 from ..specs.errors import UsageError
 from ..specs.json_text import strict_json
 from ..specs.units import gigabytes
 from ..specs.yaml_file import read_small_file, yaml_mapping
-from .accelerate import accelerate_config
+from .accelerate import accelerate_config, accelerate_text
 from .deepspeed import deepspeed_config
+from .deepspeed_copy import HEADER, copied_configuration
 from .launch import hostfile, launch_script, run_line, slurm_script
 from .plan import Plan
 from .plan_json import plan_to_dict
@@ -29,30 +28,38 @@ _CARRIERS = {
 }
 """Who carries each axis."""
 
+_COPIED = (
+    "Two files hold the DeepSpeed configuration: ds_config.json, and accelerate.yaml as its deepspeed_config_file, "
+    "which is what `accelerate launch` reads. Change both alike, or write the path of ds_config.json there; "
+    "`shardwright check` compares them."
+)
+_FSDP2_ON_CPU = (
+    "Start it with launch.sh or `shardwright launch DIR SCRIPT`: `accelerate launch` alone trains plain DDP on CPU "
+    "ranks without a word (accelerate 1.15.0 shards for accelerators only), so that a plain script ends with an error "
+    "about a pre-configured AcceleratorState."
+)
+
 
 def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     """Return the text of every file of a plan, by name; the same input gives the same bytes.
 
-    `directory` is where the files will lie: Accelerate resolves the path of the DeepSpeed file against the working
-    directory of the launch, so an absolute one lets the launch line run from anywhere.
+    `directory` is where the files will lie, for the launch line that they show and for SLURM, which runs a copy of its
+    script; nothing else in them names a place, so that the directory may move.
     """
-    header = "".join(f"# {_one_line(line)}\n" for line in header_lines(plan, directory))
-    moved = ""
-    if plan.chosen.strategy.engine == "deepspeed" and directory != ".":
-        # Accelerate's own error of a file that is not there names the old path, and no way out.
-        moved = (
-            "# Moved? This file names where ds_config.json was: add --deepspeed_config_file DIR/ds_config.json\n"
-            "# behind --config_file, or start with launch.sh or `shardwright launch DIR`, which find it themselves.\n"
-        )
-    accelerate = yaml.safe_dump(accelerate_config(plan, directory=directory), sort_keys=False)
+    lines = header_lines(plan, directory)
+    header = "".join(f"# {_one_line(line)}\n" for line in lines)
+    engine = plan.chosen.strategy.engine
+    remark = f"# {_COPIED}\n" if engine == "deepspeed" else ""
+    if engine == "fsdp2" and plan.hardware.gpu == "CPU":
+        remark = f"# {_FSDP2_ON_CPU}\n"
     texts = {
-        "accelerate.yaml": header + moved + accelerate,
-        "launch.sh": launch_script(plan, header, directory=directory),
+        "accelerate.yaml": header + remark + accelerate_text(accelerate_config(plan)),
+        "launch.sh": launch_script(plan, header),
         "plan.json": _json(plan_to_dict(plan)),
         "training_arguments.json": _json(planned_training_arguments(plan)),
     }
-    if plan.chosen.strategy.engine == "deepspeed":
-        described = {"_shardwright": header_lines(plan, directory), **deepspeed_config(plan)}
+    if engine == "deepspeed":
+        described = {HEADER: [_COPIED, *lines], **deepspeed_config(plan)}
         texts["ds_config.json"] = _json(described)
     if plan.hardware.nodes > 1:
         texts["hostfile"] = header + hostfile(plan)
@@ -63,34 +70,43 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
 
 def edited_files(plan: Plan, directory: Path) -> list[str]:
     """Return the configurations in a plan's directory that say something else than the plan; comments do not count."""
-    accelerate = accelerate_config(plan, directory=".")
     expected: dict[str, Any] = {
-        "accelerate.yaml": _without_place(accelerate),
+        "accelerate.yaml": _with_parsed_copy(accelerate_config(plan)),
         "training_arguments.json": planned_training_arguments(plan),
     }
     if plan.chosen.strategy.engine == "deepspeed":
         expected["ds_config.json"] = deepspeed_config(plan)
-    return [name for name in sorted(expected) if _read(directory / name, otherwise=expected[name]) != expected[name]]
+    return [name for name in sorted(expected) if not _says(directory / name, expected[name])]
 
 
-def _read(file: Path, *, otherwise: Any) -> Any:
-    """Return what a configuration holds, `None` where it cannot be read, and `otherwise` where there is no file."""
+def _says(file: Path, expected: dict[str, Any]) -> bool:
+    """Tell whether a configuration holds what is expected, or is not there."""
     if not file.is_file():
-        return otherwise
+        return True
     try:
         content = read_small_file(file, what="plan")
         found = strict_json(content) if file.suffix == ".json" else yaml_mapping(content, name=file.name, what="plan")
-        return _without_place({name: value for name, value in found.items() if name != "_shardwright"})
+        found = {name: value for name, value in found.items() if name != HEADER}
+        found = _with_parsed_copy(found) if file.suffix == ".yaml" else found
     except (UsageError, ValueError, AttributeError, RecursionError):
-        return None
+        return False
+    return found == expected or found == _with_path(expected)
 
 
-def _without_place(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out where the files lay when they were written."""
+def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
+    """Put values in the place of the text of a DeepSpeed configuration; `None` for the path of one."""
     engine = config.get("deepspeed_config")
-    if not isinstance(engine, dict):
+    if not isinstance(engine, dict) or not isinstance(engine.get("deepspeed_config_file"), str):
         return config
-    return config | {"deepspeed_config": engine | {"deepspeed_config_file": None}}
+    copy = copied_configuration(engine["deepspeed_config_file"])
+    parsed = None if copy is None else {key: value for key, value in strict_json(copy).items() if key != HEADER}
+    return config | {"deepspeed_config": engine | {"deepspeed_config_file": parsed}}
+
+
+def _with_path(expected: dict[str, Any]) -> dict[str, Any]:
+    """Return what an `accelerate.yaml` holds that names its DeepSpeed file, which is no edit of the plan."""
+    engine = expected.get("deepspeed_config")
+    return expected | {"deepspeed_config": engine | {"deepspeed_config_file": None}} if engine else expected
 
 
 def header_lines(plan: Plan, directory: str) -> list[str]:

@@ -28,7 +28,7 @@ def launch_arguments(plan: Plan, *, directory: str = ".") -> list[str]:
 
 
 def with_own_files(words: Sequence[str], plan: Plan, *, directory: str) -> list[str]:
-    """Return the words of a launch that reads the DeepSpeed file of a directory, whatever `accelerate.yaml` names."""
+    """Return the words of a launch that reads the DeepSpeed file of a directory, whatever `accelerate.yaml` holds."""
     if plan.chosen.strategy.engine != "deepspeed":
         return list(words)
     place = words.index("-m")
@@ -78,15 +78,12 @@ def _training_module_arguments(plan: Plan, directory: str) -> list[str]:
     return arguments
 
 
-def launch_script(plan: Plan, header: str, *, directory: str = ".") -> str:
+def launch_script(plan: Plan, header: str) -> str:
     """Return `launch.sh`: the launch line, with the user's arguments appended; on one node nothing else reaches it.
 
-    `accelerate.yaml` names the place where the DeepSpeed file was written; a script that is written to a place names
-    the file beside itself, so that the directory may move.
+    Its files are those beside it, wherever they lie.
     """
-    words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY)
-    if directory != ".":
-        words = with_own_files(words, plan, directory=_SCRIPT_DIRECTORY)
+    words = with_own_files(launch_arguments(plan, directory=_SCRIPT_DIRECTORY), plan, directory=_SCRIPT_DIRECTORY)
     line = " ".join(_quoted(word) for word in words)
     preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\n'
     if plan.hardware.nodes > 1:

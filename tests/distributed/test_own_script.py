@@ -159,17 +159,26 @@ def test_axes_are_carried_by_the_trainer_of_a_plain_script(
     assert "make the trainer with shardwright.trainer_for" in shown
 
 
-def test_accelerate_launches_a_plan_of_cpu_ranks_with_a_plain_script(
+def test_accelerate_launches_a_plan_of_cpu_ranks_that_moved_with_a_plain_script(
     model: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
     """FSDP2, which Accelerate 1.15.0 would exchange for plain DDP without a word, is refused."""
 
-    def launched(plan: Path, code: int = 0) -> str:
-        launch = ["accelerate", "launch", "--config_file", plan / "accelerate.yaml", EXAMPLES / "own_trainer.py"]
-        return ran(*launch, model, plan / "training_arguments.json", cwd=tmp_path, code=code)
+    def launched(*launcher: object, strategy: str, code: int = 0) -> str:
+        plan = (tmp_path / strategy).with_suffix(".moved")
+        if not plan.exists():
+            planned(model, tmp_path / strategy, strategy, precision="bf16").rename(plan)
+        place = [plan / "accelerate.yaml"] if launcher[0] == "accelerate" else [plan]
+        script = [EXAMPLES / "own_trainer.py", model, plan / "training_arguments.json"]
+        return ran(*launcher, *place, *script, cwd=elsewhere, code=code)
 
-    assert "trained on 2 ranks" in launched(planned(model, tmp_path / "zero3", "zero3", precision="bf16"))
-    assert "requires a pre-configured" in launched(planned(model, tmp_path / "fsdp2", "fsdp2"), code=1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    accelerate = ["accelerate", "launch", "--config_file"]
+    shown = [launched(*words, strategy="zero3") for words in (accelerate, [*warm_command("shardwright"), "launch"])]
+    losses = [re.findall(r"trained on 2 ranks, loss (\S+)", text) for text in shown]
+    assert losses[0] == losses[1] and len(losses[0]) == 1
+    assert "requires a pre-configured" in launched(*accelerate, strategy="fsdp2", code=1)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from ...ds_configs.memory.pipeline_stages import pipeline_stages
+from ...ds_configs.plan.deepspeed_copy import DEEPSPEED_FILE, copied_configuration
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import Change, rehearsed_sequence, shrink_model_config
 from ...ds_configs.shrink.layout import (
@@ -48,12 +49,13 @@ class PlanFiles:
     def read(cls, directory: Path) -> PlanFiles:
         """Read files that have passed the strict check."""
         accelerate = yaml.safe_load((directory / "accelerate.yaml").read_text(encoding="utf-8"))
-        name = (accelerate.get("deepspeed_config") or {}).get("deepspeed_config_file")
-        deepspeed = None
+        section = accelerate.get("deepspeed_config") or {}
+        name, deepspeed = section.get("deepspeed_config_file"), None
         if name:
             # As every launch of a plan: of a directory that moved, the file beside the YAML is the plan's.
-            beside = directory / Path(name).name
-            deepspeed = strict_json((beside if beside.exists() else Path(name)).read_bytes())
+            beside = directory / (DEEPSPEED_FILE if copied_configuration(name) else Path(name).name)
+            file = beside if beside.exists() else Path(name)
+            section["deepspeed_config_file"], deepspeed = str(file), strict_json(file.read_bytes())
         arguments = strict_json((directory / "training_arguments.json").read_bytes())
         return cls(accelerate=accelerate, deepspeed=deepspeed, arguments=arguments)
 

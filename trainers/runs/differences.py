@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.deepspeed_copy import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.settings import not_covered
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
@@ -51,6 +53,15 @@ def argument_differences(
     ]
     uncovered = {"torch_compile": args.torch_compile, "fp8": os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"}
     return found + [f"{name} is {not_covered(name)}" for name, is_on in uncovered.items() if is_on]
+
+
+def unread_edits(directory: Path) -> list[str]:
+    """Return what a plan's `ds_config.json` says otherwise than the copy with which Accelerate launched this run."""
+    copy = copied_configuration(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+    keys = [] if copy is None else differing_keys(copy, directory)
+    if not keys:
+        return []
+    return [f"{', '.join(keys)} of {directory / DEEPSPEED_FILE} is not read: this run has accelerate.yaml's copy"]
 
 
 def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:

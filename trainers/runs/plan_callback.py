@@ -34,7 +34,7 @@ from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.transformers.partial_checkpointing import checkpoint_first_layers
 from ...plugins.transformers.selective_checkpointing import keep_products
-from .differences import argument_differences
+from .differences import argument_differences, unread_edits
 
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
@@ -121,6 +121,7 @@ class PlanCallback(TrainerCallback):
         method: str | None = None,
     ) -> None:
         self._plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        self._directory = None if isinstance(plan, Plan) else Path(plan) if Path(plan).is_dir() else Path(plan).parent
         self._meter = meter or AcceleratorPeaks()
         self._stated = {"seq_len": seq_len_tokens, "method": method}
         self._log: Callable[[dict[str, float]], None] | None = None
@@ -137,8 +138,14 @@ class PlanCallback(TrainerCallback):
         self._log = trainer.log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the steps of an earlier training, and recompute of the layers what the plan says."""
+        """Forget the steps of an earlier training, and recompute of the layers what the plan says.
+
+        A `ds_config.json` that was edited, where Accelerate was told the copy of it, is said here.
+        """
         self._begin_training()
+        if self._directory is not None and args.process_index == 0:
+            for line in unread_edits(self._directory):
+                print(f"note: {line}", file=sys.stderr)
         count = self._plan.chosen.strategy.checkpointed_layers
         if count is not None and args.gradient_checkpointing and kwargs.get("model") is not None:
             checkpoint_first_layers(kwargs["model"], count)

@@ -52,7 +52,7 @@ def trainer_for(
         args = training_arguments(stated, configure_cpu_ranks(chosen_engine(stated)))
     if trainer_class is Trainer:
         trainer_class = None
-    callback = PlanCallback(made)
+    callback = PlanCallback(plan)
     parallelism = planned_parallelism(made)
     trainer = parallelism.make_trainer(
         model=model, args=args, revision=revision, trainer_class=trainer_class, **settings

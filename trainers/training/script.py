@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...ds_configs.plan.deepspeed_copy import copy_faults
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
@@ -32,13 +33,14 @@ def launch_own_script(
         notify: Receives remarks.
 
     Raises:
-        UsageError: there is no plan, no script, or not the hardware that was planned for.
+        UsageError: there is no plan, no script, not the hardware that was planned for, or another DeepSpeed
+            configuration in `accelerate.yaml` than in `ds_config.json`.
         ShardwrightError: a rank failed; says which and why.
     """
     faults: list[Fault] = []
     with collecting(faults):
         plan = Plan.load(plan_directory)
-        faults += launch_faults(plan.hardware)
+        faults += launch_faults(plan.hardware) + copy_faults(plan_directory)
     faults += script_faults(script)
     if faults:
         raise UsageError(faults)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 from planning import llama
 from shardwright.ds_configs.check.files import check
 from shardwright.ds_configs.plan.plan import Plan, make_plan
@@ -26,12 +28,45 @@ def test_what_is_written_has_no_fault(strategy: str, tmp_path: Path) -> None:
     assert check(*(tmp_path / "plan" / name for name in plan.file_names)).findings == ()
 
 
-def test_a_moved_plan_says_how_to_start_it(tmp_path: Path) -> None:
-    planned("zero2").write(tmp_path / "plan")
-    (tmp_path / "plan").rename(tmp_path / "moved")
-    (finding,) = check(tmp_path / "moved").findings
+@pytest.mark.parametrize("edited", ["ds_config.json", "accelerate.yaml"])
+def test_two_deepspeed_configurations_that_differ_are_an_error(edited: str, tmp_path: Path) -> None:
+    planned("zero2").write(tmp_path / "written")
+    directory = (tmp_path / "written").rename(tmp_path / "moved")
+    assert check(directory).findings == ()
+    text = (directory / edited).read_text()
+    (directory / edited).write_text(
+        text.replace('"overlap_comm": ', '"overlap_comm": not_').replace("not_true", "false")
+    )
+    for named in (directory, directory / "accelerate.yaml"):
+        (finding,) = check(named).findings
+        assert (
+            finding.kind == "error"
+            and "differs from" in str(finding.fault)
+            and "zero_optimization" in str(finding.fault)
+        )
+    (directory / "accelerate.yaml").write_text(_naming(directory / "accelerate.yaml", directory / "ds_config.json"))
+    assert check(directory).findings == ()
+    (finding,) = check(directory.rename(tmp_path / "again")).findings
     assert finding.kind == "warning"
     assert "the plan lies in" in str(finding.fault) and "shardwright launch" in str(finding.fault)
+
+
+def _naming(accelerate: Path, file: Path) -> str:
+    config = yaml.safe_load(accelerate.read_text())
+    config["deepspeed_config"]["deepspeed_config_file"] = str(file)
+    return yaml.safe_dump(config)
+
+
+def test_a_configuration_within_anyones_yaml_is_checked(tmp_path: Path) -> None:
+    planned("zero2").write(tmp_path / "plan")
+    text = (tmp_path / "plan" / "accelerate.yaml").read_text().replace('"stage": 2', '"stage": 7')
+    (tmp_path / "theirs.yaml").write_text(text)
+    assert "zero_optimization.stage = 7" in str(check(tmp_path / "theirs.yaml").findings[0].fault)
+    config = yaml.safe_load(text)["deepspeed_config"]["deepspeed_config_file"].encode()
+    (tmp_path / "theirs.yaml").write_text(
+        _naming(tmp_path / "theirs.yaml", Path(base64.urlsafe_b64encode(config).decode()))
+    )
+    assert "zero_optimization.stage = 7" in str(check(tmp_path / "theirs.yaml").findings[0].fault)
 
 
 def test_missing_and_edited_files_are_named(tmp_path: Path) -> None:

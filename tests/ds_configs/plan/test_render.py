@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.files import edited_files, render_files
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
@@ -102,6 +103,26 @@ def test_nothing_that_deepspeed_owns_stands_in_the_yaml():
     config = yaml.safe_load(render_files(plan_of(strategy="zero2"))["accelerate.yaml"])
     assert "mixed_precision" not in config
     assert set(config["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}
+
+
+@pytest.mark.slow
+def test_accelerate_reads_the_deepspeed_configuration_of_a_directory_that_moved(tmp_path, monkeypatch):
+    """`accelerate launch` puts the value into this variable, and the ranks' plugin reads it there."""
+    from accelerate import DeepSpeedPlugin
+    from accelerate.commands.config import load_config_from_file
+
+    plan = plan_of(strategy="zero3", offload="cpu")
+    plan.write(tmp_path / "written")
+    moved = (tmp_path / "written").rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    section = load_config_from_file(str(moved / "accelerate.yaml")).deepspeed_config
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", section["deepspeed_config_file"])
+    plugin = DeepSpeedPlugin()
+    assert deepspeed_config(plan).items() <= plugin.hf_ds_config.config.items() and plugin.zero_stage == 3
+    for text in (path.read_text() for path in moved.iterdir() if path.name != "plan.json"):
+        places = [line for line in text.splitlines() if str(tmp_path) in line]
+        assert all("Run: " in line for line in places), places
 
 
 def test_fsdp2_accumulation_keeps_gradients_sharded():

@@ -113,10 +113,7 @@ def test_a_missing_file_of_the_plan_is_named(model: Path, tmp_path: Path, capsys
     (tmp_path / "plan" / "training_arguments.json").unlink()
     code, report, _ = rehearse(capsys, tmp_path / "plan")
     assert code == 2
-    assert (
-        "deepspeed_config_file" in failing(report)["files"]
-        and "names a file that does not exist" in failing(report)["files"]
-    )
+    assert "deepspeed_config_file: copies ds_config.json, which is missing" in failing(report)["files"]
     assert "training_arguments.json: cannot be read" in failing(report)["files"]
 
 
@@ -141,7 +138,13 @@ def test_ranks_and_batches_that_do_not_divide_are_found_for_the_plans_own_hardwa
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
     written(model, tmp_path / "plan", "8xA100-80GB", strategy="zero2")
-    edit_yaml(tmp_path / "plan" / "accelerate.yaml", lambda values: values.update(changes.get("accelerate", {})))
+
+    def edited(values: dict[str, Any]) -> None:
+        # As both files say to do it.
+        values["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "plan" / "ds_config.json")
+        values.update(changes.get("accelerate", {}))
+
+    edit_yaml(tmp_path / "plan" / "accelerate.yaml", edited)
     edit_json(tmp_path / "plan" / "ds_config.json", **changes.get("deepspeed", {}))
     code, report, _ = rehearse(capsys, tmp_path / "plan")
     assert (code, list(failing(report))) == (2, ["world_size"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
+from shardwright.trainers.runs.differences import unread_edits
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +159,20 @@ def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Pat
         "sequence length was 8, the plan says 16",
         "method was lora, the plan says full",
     )
+
+
+def test_an_edit_that_accelerate_was_not_told_is_said_as_training_begins(
+    planned: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwright.trainers import PlanCallback
+
+    plan = shutil.copytree(planned, tmp_path / "plan")
+    (plan / "ds_config.json").write_text('{"_shardwright": ["mine"], "steps_per_print": 7, "bf16": {"enabled": true}}')
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", '{"steps_per_print": 1, "bf16": {"enabled": true}}')
+    trainer_of(tiny_llama, tmp_path / "out", [PlanCallback(plan)], steps=1).train()
+    assert f"note: steps_per_print of {plan / 'ds_config.json'} is not read" in capsys.readouterr().err
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(plan / "ds_config.json"))
+    assert unread_edits(plan) == []
 
 
 def test_a_directory_that_cannot_be_written_does_not_lose_the_training(
