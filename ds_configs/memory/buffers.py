@@ -8,10 +8,10 @@ FSDP2: `accelerate/utils/fsdp_utils.py:857` (units) and `torch/distributed/fsdp/
 from __future__ import annotations
 
 from ..specs.job import TrainingJob
-from ..specs.model import ModelSpec, ParameterShape, adapted_experts, adapter_sizes
+from ..specs.model import ModelSpec, ParameterShape, adapted_experts
 from ..specs.strategy import Strategy, ZeroOptions
 from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import RankParameters, rank_parameters
+from .rank_parameters import RankParameters, engine_parameters, rank_parameters
 from .zero3_gathers import Recomputed, gathered_elements
 
 
@@ -44,7 +44,9 @@ def default_zero_options(
         bucket = min(20_000_000 if lean else 100_000_000, trainable)
         return ZeroOptions(reduce_bucket_size=bucket + bucket % 2, overlap_comm=not lean)
     square = max(1_000_000, min(hidden * hidden, 200_000_000))
-    live = max(50_000_000, min(2 * model.layer_parameter_count, 1_000_000_000))
+    # DeepSpeed counts elements of what is stored, which 4-bit weights share.
+    layer = (engine_parameters(model, job) if job.method == "qlora" else model).layer_parameter_count
+    live = max(50_000_000, min(2 * layer, 1_000_000_000))
     return ZeroOptions(
         reduce_bucket_size=min(square, trainable),
         stage3_prefetch_bucket_size=min(int(0.9 * square) // (10 if lean else 1), model.parameter_count),
@@ -131,17 +133,14 @@ def _stage3_gathers(
     (partition_parameters.py:795), and a full bucket is reduced.
 
     A gradient that exceeds the bucket is reduced from where it is; the bucket itself is flattened into a copy.
-    Frozen 4-bit weights are gathered packed; counting them in compute precision covers the dequantized copy.
+    Frozen 4-bit weights are gathered packed; `plugins/bitsandbytes` sees to it that they are released as others are.
     """
     zero, width = strategy.zero, job.compute_bytes
-    threshold = zero.stage3_param_persistence_threshold
-    persistent = model.persistent_parameters(threshold)
-    if job.method != "full":
-        adapters = adapter_sizes(model, rank=job.lora_rank, targets=job.lora_targets)
-        persistent += sum(numel * count for numel, count in adapters if numel <= threshold)
+    seen = engine_parameters(model, job)
+    persistent = seen.persistent_parameters(zero.stage3_param_persistence_threshold)
     reduced = _reduction_bytes(strategy, job)
     always = {"persistent_parameters": width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
-    held = gathered_elements(model, zero, recomputed=_recomputed_share(strategy, model))
+    held = gathered_elements(seen, zero, recomputed=_recomputed_share(strategy, model))
     kept = _kept_by_views(strategy, model, job, held=held["forward_end"])
     more = {
         moment: {"gathered_parameters": width * (count + (kept if moment in _BEFORE_OTHER_LAYERS else 0))}
@@ -218,6 +217,7 @@ def _fsdp2_units(
     comes next, its gradients, and the reduce-scatter input of the unit before.
     """
     width, full = job.compute_bytes, job.method == "full"
+    model = engine_parameters(model, job)
     layer, tail = width * model.layer_parameter_count, width * model.tail_parameters
     embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
     layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding

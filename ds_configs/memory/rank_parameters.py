@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..specs.job import TrainingJob
-from ..specs.model import ModelSpec, lora_parameter_count
+from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from ..specs.strategy import Strategy
 from .moments import PHASES, Moment
 from .shares import rank_shares
@@ -17,6 +17,10 @@ section 3). They are no parameters (`quant_state` of bitsandbytes 0.50.2), and n
 
 NF4_BYTES = 0.5 + NF4_SCALE_BYTES
 """Bytes of a 4-bit weight: half a byte and its scales."""
+
+NF4_TABLE_BYTES = 4 * (256 + 16 + 1)
+"""Bytes of tables beside the scales of each tensor: the values that codes of scales and of weights stand for, and the
+scales' mean (bitsandbytes 0.50.2, functional.py:669, 938)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +111,9 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     frozen_bytes, scale_bytes = total * job.compute_bytes, 0
     if job.method == "qlora":
         quantized = model.linear_parameters(include_head=False)
-        scale_bytes = round(quantized * NF4_SCALE_BYTES)
-        frozen_bytes = round(quantized * NF4_BYTES) + (total - quantized) * job.compute_bytes
+        tables = NF4_TABLE_BYTES * sum(parameter.count for parameter in model.parameters if is_packed(parameter, job))
+        scale_bytes = round(quantized * NF4_SCALE_BYTES) + tables
+        frozen_bytes = round(quantized * NF4_BYTES) + tables + (total - quantized) * job.compute_bytes
     widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
     return RankParameters(
         trainable=adapters,
@@ -120,6 +125,30 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
         trainable_outside_layers=0,
         layers=layers,
     )
+
+
+def is_packed(parameter: ParameterShape, job: TrainingJob) -> bool:
+    """Return whether a job keeps a parameter in 4 bit."""
+    return job.method == "qlora" and parameter.kind == "linear" and parameter.group != "head"
+
+
+@lru_cache(maxsize=256)
+def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
+    """Return a model with the parameters that ZeRO-3 and FSDP2 gather: adapters too, and 4-bit weights packed.
+
+    Two or four of these fill a byte or two of the storage, whose dtype is that of products (`plugins/peft/lora.py`).
+    """
+    if job.method == "full":
+        return model
+    found = []
+    for parameter in model.parameters:
+        packed = (-(-parameter.numel // (2 * job.compute_bytes)), 1)
+        found.append(replace(parameter, shape=packed) if is_packed(parameter, job) else parameter)
+    adapted: dict[str, list[ParameterShape]] = {}
+    for adapter in adapters(model, rank=job.lora_rank, targets=job.lora_targets):
+        adapted.setdefault(adapter.module.rpartition(".")[0], []).append(adapter)
+    beside = [[each, *adapted.get(each.name.removesuffix(".weight"), [])] for each in found]
+    return replace(model, parameters=tuple(each for group in beside for each in group))
 
 
 def growing_gradients(strategy: Strategy, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:

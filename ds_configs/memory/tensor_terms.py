@@ -110,6 +110,12 @@ def _micro_batch_terms(
             own = own or traced.forward_transient_bytes
         forward |= {"forward_transient": own // ranks + gathered}
     loss = _loss_terms(strategy, model, job, traced)
+    step: Terms = {}
+    if strategy.engine == "deepspeed" and strategy.gradient_checkpointing and job.method != "full":
+        # The loss lives through DeepSpeed's step, and with it the embedding's output and the gradient that
+        # checkpointing lets it have (transformers 5.17.0, `enable_input_require_grads`).
+        tokens = strategy.micro_batch_size * job.seq_len_tokens
+        step["activations"] = 2 * job.compute_bytes * tokens * model.dimensions.hidden_size // ranks
     around = kept(layers) | _dequantized(model, job)
     return at_moments(
         {},
@@ -122,6 +128,7 @@ def _micro_batch_terms(
         after_last_layer=kept(layers - 1),
         first_layer_backward=kept(1) | backward(again=recomputed > 0),
         after_first_layer=kept(0),
+        step=step,
     )
 
 

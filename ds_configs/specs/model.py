@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -207,20 +207,21 @@ def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str])
     0.21 also adapts the router and every expert; the fused gate and up projections get twice the rank, one for each
     half. Returns 0 when nothing matches.
     """
-    return sum(numel * count for numel, count in adapter_sizes(model, rank=rank, targets=targets))
+    return sum(adapter.total for adapter in adapters(model, rank=rank, targets=targets))
 
 
-def adapter_sizes(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> list[tuple[int, int]]:
-    """Elements of each LoRA matrix and how often it occurs; two for each adapted matrix."""
+def adapters(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> list[ParameterShape]:
+    """LoRA's matrices, two for each adapted one, as PEFT names and orders them."""
     wanted = tuple(targets)
-    sizes = []
-    for parameter in targeted_linears(model, wanted):
-        sizes += [(rank * size, parameter.count) for size in parameter.shape]
-    for parameter in adapted_experts(model, wanted):
+    found = []
+    for parameter in [*targeted_linears(model, wanted), *adapted_experts(model, wanted)]:
         experts = parameter.shape[0] if parameter.kind == "experts" else 1
-        halves = 2 if parameter.name.endswith("gate_up_proj") else 1
-        sizes += [(experts * halves * rank * size, parameter.count) for size in parameter.shape[-2:]]
-    return sizes
+        wide = experts * rank * (2 if parameter.name.endswith("gate_up_proj") else 1)
+        rows, columns = parameter.shape[-2:]
+        for name, shape in (("lora_A", (wide, columns)), ("lora_B", (rows, wide))):
+            owner = parameter.name.removesuffix(".weight")
+            found.append(replace(parameter, name=f"{owner}.{name}.weight", shape=shape, kind="other"))
+    return found
 
 
 def adapted_experts(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:

@@ -56,4 +56,38 @@ def place_for_division(model: Any) -> Any:
         for parameter in model.parameters():
             if (scales := getattr(parameter, "quant_state", None)) is not None:
                 scales.to(get_accelerator().current_device_name())
+        read_weights_in_backward(model)
     return model
+
+
+def read_weights_in_backward(model: Any) -> None:
+    """Let the backward pass of each 4-bit layer read the weight that ZeRO-3 gathers for it.
+
+    bitsandbytes 0.50.2 keeps a view of the weight on the node of its product (autograd/_functions.py:358, `MatMul4Bit`)
+    and not among the saved tensors: neither ZeRO-3's release nor checkpointing drops it, and every rank would hold all
+    4-bit weights from the forward pass to the end of the step. FSDP2 empties the storage itself.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            # Before DeepSpeed's hooks, which put nodes of their own behind what the layer returns.
+            module.register_forward_hook(_replace_kept_weight, prepend=True)
+
+
+def _replace_kept_weight(module: Any, _: Any, output: Any) -> None:
+    node = output.grad_fn
+    # The layer casts what it returns where its input has another dtype than its products.
+    for product in () if node is None else (node, *(before for before, _ in node.next_functions)):
+        if type(product).__name__ == "MatMul4BitBackward":
+            product.tensors = _WeightInBackward(module)
+
+
+class _WeightInBackward:
+    """Stands in for the pair that `MatMul4Bit.backward` unpacks: nothing, and the packed weight as a column."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((None, self._module.weight.data.view(-1, 1)))

@@ -31,6 +31,7 @@ from ...ds_configs.plan.measurement import (
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import ShardwrightError
+from ...plugins.bitsandbytes.sharded_loading import read_weights_in_backward
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.transformers.partial_checkpointing import checkpoint_first_layers
 from ...plugins.transformers.selective_checkpointing import keep_products
@@ -91,7 +92,7 @@ class PlanCallback(TrainerCallback):
     """Compares a run with its plan: writes `plan_measurement.json` and prints both on rank 0.
 
     Where the plan recomputes only the first layers, it takes the flag back from the others as training begins; where
-    recomputed layers keep their products, it tells them so.
+    recomputed layers keep their products, it tells them so; 4-bit layers under ZeRO-3 keep no gathered weights.
 
     Make it before the Trainer, so that what the Trainer allocates counts, and attach it so that the figures reach
     W&B, TensorBoard and Trackio. Without `attach`, `callbacks=[callback]` still writes and prints. A step's time runs
@@ -138,7 +139,7 @@ class PlanCallback(TrainerCallback):
         self._log = trainer.log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the steps of an earlier training, and recompute of the layers what the plan says.
+        """Forget the steps of an earlier training, and keep in memory what the plan says.
 
         A `ds_config.json` that was edited, where Accelerate was told the copy of it, is said here.
         """
@@ -146,15 +147,15 @@ class PlanCallback(TrainerCallback):
         if self._directory is not None and args.process_index == 0:
             for line in unread_edits(self._directory):
                 print(f"note: {line}", file=sys.stderr)
-        count = self._plan.chosen.strategy.checkpointed_layers
-        if count is not None and args.gradient_checkpointing and kwargs.get("model") is not None:
-            checkpoint_first_layers(kwargs["model"], count)
-        if (
-            self._plan.chosen.strategy.keeps_products
-            and args.gradient_checkpointing
-            and kwargs.get("model") is not None
-        ):
-            keep_products(kwargs["model"])
+        model, strategy = kwargs.get("model"), self._plan.chosen.strategy
+        if model is None:
+            return
+        if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
+            checkpoint_first_layers(model, strategy.checkpointed_layers)
+        if strategy.keeps_products and args.gradient_checkpointing:
+            keep_products(model)
+        if strategy.zero_stage == 3 and self._plan.job.method == "qlora":
+            read_weights_in_backward(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock, once the device is idle."""

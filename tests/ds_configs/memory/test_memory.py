@@ -15,7 +15,7 @@ from shardwright.ds_configs.memory.host_memory import estimate_host_memory, pinn
 from shardwright.ds_configs.memory.model_states import model_state_terms
 from shardwright.ds_configs.memory.moments import fullest_by_phase
 from shardwright.ds_configs.memory.partitions import whole_tensors_of_partitions
-from shardwright.ds_configs.memory.rank_parameters import rank_parameters
+from shardwright.ds_configs.memory.rank_parameters import engine_parameters, rank_parameters
 from shardwright.ds_configs.memory.terms import TERM_MEANINGS
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -174,17 +174,34 @@ def test_qlora_weights_take_about_half_a_byte():
 
 @pytest.mark.parametrize("layout", ["zero3", "fsdp2"])
 def test_codes_of_4_bit_weights_are_divided_and_scales_are_not(layout):
-    """A byte for 64 weights and an fp32 for each 256 of these stay on every rank."""
+    """A byte for 64 weights, an fp32 for each 256 of these and tables of each tensor stay on every rank."""
     model, job = public_model("meta-llama/Llama-3.1-70B"), TrainingJob(method="qlora")
     parameters = rank_parameters(model, job)
     linear = model.linear_parameters(include_head=False)
-    assert parameters.scale_bytes == round(linear / 64 + 4 * linear / (64 * 256))
+    assert parameters.scale_bytes == round(linear / 64 + 4 * linear / (64 * 256)) + 80 * 7 * 4 * (256 + 16 + 1)
     shards = [parameters.frozen_shard_bytes(strategy_of(layout, ranks)) - parameters.scale_bytes for ranks in (1, 2, 8)]
     assert shards[0] == pytest.approx(linear / 2 + 2 * (model.parameter_count - linear), rel=1e-6)
     assert shards == pytest.approx([shards[0], shards[0] / 2, shards[0] / 8], abs=1)
     memory = estimate_memory(strategy_of(layout, 2), model, parse_hardware("2xRTX4090"), job).gpu
     # Loading adds an embedding or a layer to what a rank keeps, not the other half.
     assert memory.phases["init"] < 25e9
+
+
+@pytest.mark.parametrize("layout", ["zero3", "fsdp2"])
+def test_4_bit_weights_are_gathered_packed_with_their_adapters(layout):
+    """A layer of Llama 70B has 428 MB of codes and 41 MB of adapters of rank 16; as 16-bit weights it has 1.7 GB."""
+    model = public_model("meta-llama/Llama-3.1-70B")
+    job = TrainingJob(method="qlora", lora_rank=16, lora_targets=("all-linear",))
+    seen = engine_parameters(model, job)
+    adapters = lora_parameter_count(model, rank=16, targets=["all-linear"])
+    linear = model.linear_parameters(include_head=False)
+    assert seen.parameter_count == model.parameter_count - linear + linear // 4 + adapters
+    live = 2 * seen.layer_parameter_count
+    zero = default_zero_options(model, job, stage=3, lean=False)
+    assert zero.stage3_max_live_parameters == live < model.layer_parameter_count
+    strategy = strategy_of(layout, 2, zero=zero)
+    gathered = buffer_terms(strategy, model, job, rank_parameters(model, job))["last_layer_backward"]
+    assert gathered["gathered_parameters"] <= 2 * (live + zero.stage3_prefetch_bucket_size)
 
 
 def test_stage3_gathers_the_whole_expert_stack():
