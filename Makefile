@@ -9,7 +9,7 @@ ROOM ?=
 SERVING := build/serving-environment
 
 .DEFAULT_GOAL := help
-.PHONY: help install readme demo test test-fast test-serving lint format gallery activations keys bench clean
+.PHONY: help install readme demo test test-fast test-serving lint docs format gallery activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
@@ -17,8 +17,9 @@ help:
 	@echo "make test-fast    run what takes no real training, launch, browser or installation"
 	@echo "make test-serving    load checkpoints of every scheme in vLLM's CPU engine, beside Transformers"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    build the documentation site into build/site"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"
-	@echo "make readme    regenerate the map of rooms, docs/reference and the output that pages show"
+	@echo "make readme    regenerate the map of rooms, docs/reference and what pages show"
 
 install: $(VENV)/.installed
 
@@ -75,6 +76,11 @@ readme: install
 	$(BIN)/python tests/readme_parts.py
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tests/runnable_blocks.py
+	$(BIN)/python tools/picture.py
+
+# A warning of Sphinx is an error: a link, an anchor, a page that nothing leads to, a docstring.
+docs: install
+	$(BIN)/python tools/docs_site.py
 
 gallery: install
 	$(BIN)/python tools/gallery.py tests/data/models ds_configs/gallery

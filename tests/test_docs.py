@@ -27,7 +27,7 @@ FLAGS_OF_OTHERS = {
     "--nproc-per-node",  # torchrun
     *("--enable-prefix-caching", "--load-format", "--enable-lora", "--lora-modules"),  # vLLM
     "--prerelease",  # uv
-    *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed"),  # pytest
+    *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
     # shardwright.trainers.train_causal_lm
     *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),
     "--help",

@@ -22,6 +22,16 @@ from shardwright.ds_configs.legality.combinations import COLUMNS, ONLY_ON_ACCELE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
+ERRORS = {
+    "ShardwrightError": ROOT / "ds_configs" / "specs" / "errors.py",
+    "UsageError": ROOT / "ds_configs" / "specs" / "errors.py",
+    "DoesNotFitError": ROOT / "ds_configs" / "specs" / "errors.py",
+    "PlanDoesNotFitError": ROOT / "ds_configs" / "plan" / "plan.py",
+    "RefusedInputError": ROOT / "ds_configs" / "specs" / "errors.py",
+    "NonFiniteError": ROOT / "trainers" / "guards" / "callback.py",
+    "StoppedBySignalError": ROOT / "trainers" / "guards" / "signals.py",
+}
+"""What the public names raise, and where it is defined."""
 _MADE = "Made by `make readme` from the code; do not edit.\n"
 _SOURCES = """
 Hyphen and underscore are both accepted. The same names are keys of the YAML file of `--config`,
@@ -133,17 +143,24 @@ def combinations_page() -> str:
 def python_page() -> str:
     """What `shardwright` and `shardwright.trainers` offer, with signatures and docstrings, read without importing."""
     parts = ["# Python API\n", _MADE]
-    for package, directory in (("shardwright", ROOT), ("shardwright.trainers", ROOT / "trainers")):
+    for package, offered in public_names().items():
         parts.append(f"## {package}\n")
-        for name, path, definition in _public(directory):
-            parts += [f"### {package}.{name}\n", f"In `{path.relative_to(ROOT)}`.\n"]
+        for name, path, definition in offered:
+            parts += [f"### {dotted(package, name, path)}\n", f"In `{path.relative_to(ROOT)}`.\n"]
             parts += [f"```python\n{_signature(name, definition)}\n```\n", f"```text\n{_docstring(definition)}\n```\n"]
             if isinstance(definition, ast.ClassDef):
                 parts += [*_field_table(definition), *_methods(name, definition)]
     return "\n".join(parts)
 
 
-def _public(directory: Path) -> Iterator[tuple[str, Path, ast.ClassDef | ast.FunctionDef]]:
+def public_names() -> dict[str, list[tuple[str, Path, ast.ClassDef | ast.FunctionDef]]]:
+    """What each public package offers, and the errors that it raises: name, file and definition, in their order."""
+    errors = [(name, path, _defined(name, path)) for name, path in ERRORS.items()]
+    packages = {"shardwright": ROOT, "shardwright.trainers": ROOT / "trainers"}
+    return {package: list(_offered(directory)) for package, directory in packages.items()} | {"Errors": errors}
+
+
+def _offered(directory: Path) -> Iterator[tuple[str, Path, ast.ClassDef | ast.FunctionDef]]:
     """Each name that a package offers, with the file and the definition that its type checkers see."""
     tree = ast.parse((directory / "__init__.py").read_text(encoding="utf-8"))
     homes = {
@@ -153,8 +170,18 @@ def _public(directory: Path) -> Iterator[tuple[str, Path, ast.ClassDef | ast.Fun
         for alias in node.names
     }
     for shown, (name, path) in sorted(homes.items()):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        yield shown, path, next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
+        yield shown, path, _defined(name, path)
+
+
+def _defined(name: str, path: Path) -> ast.ClassDef | ast.FunctionDef:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
+
+
+def dotted(package: str, name: str, path: Path) -> str:
+    """The name by which Python imports something public."""
+    module = ".".join(("shardwright", *path.relative_to(ROOT).with_suffix("").parts)) if name in ERRORS else package
+    return f"{module}.{name}"
 
 
 def _docstring(node: ast.ClassDef | ast.FunctionDef) -> str:

@@ -1,0 +1,186 @@
+"""Pages of the gallery for the documentation site: the ready-made plans by model and hardware, with their figures.
+
+They are written when the site is built, from the plans that ship; the repository holds the templates alone.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from shardwright.ds_configs.memory.estimate import GpuMemory
+from shardwright.ds_configs.plan.gallery import GALLERY, GalleryEntry
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
+from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.specs.units import gigabytes, human_count
+from shardwright.ds_configs.step_time.estimate import StepTime
+from shardwright.ds_configs.step_time.terms import time_term_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PLANS = ROOT / "ds_configs" / "gallery"
+_SHOWN = {
+    "accelerate.yaml": "yaml",
+    "ds_config.json": "json",
+    "launch.sh": "bash",
+    "launch.sbatch": "bash",
+    "training_arguments.json": "json",
+}
+"""Files of a plan that a page shows, with their languages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A configuration of the gallery as the pages need it."""
+
+    entry: GalleryEntry
+    """Model, hardware and what differs from the defaults."""
+    plan: Plan
+    """Its plan, as it ships."""
+
+    @property
+    def name(self) -> str:
+        """Its directory in the gallery."""
+        return self.entry.name
+
+    @property
+    def heading(self) -> str:
+        """What sets it apart from others of its model."""
+        return ", ".join(part for part in (self.entry.hardware, self.entry.suffix) if part)
+
+    @property
+    def title(self) -> str:
+        """Its name in a list of all models."""
+        return f"{short(self.entry.model)} on {self.heading}"
+
+    @property
+    def kind(self) -> str:
+        """The accelerator without its memory: `A100` for `4x8xA100-80GB`."""
+        return self.plan.hardware.gpu.partition("-")[0]
+
+    @property
+    def counts(self) -> str:
+        """Where it stands in the column of its accelerator: `4x8, 80GB`."""
+        memory = self.plan.hardware.gpu.partition("-")[2]
+        counts = self.entry.hardware.removesuffix(self.plan.hardware.gpu).removesuffix("x").replace("x", "×")
+        return ", ".join(part for part in (counts, memory, self.entry.suffix) if part)
+
+    @property
+    def anchor(self) -> str:
+        """The target of links to its section."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+
+    @property
+    def link(self) -> str:
+        """Its section, from any page of the gallery."""
+        return f"{page(self.entry.model)}#{self.anchor}"
+
+    @property
+    def layout(self) -> str:
+        """Its layout in words."""
+        return display_name(self.plan.chosen.strategy)
+
+    @property
+    def gpu(self) -> GpuMemory:
+        """Predicted memory of one accelerator."""
+        return self.plan.chosen.memory.gpu
+
+    @property
+    def time(self) -> StepTime:
+        """Predicted time of a step."""
+        return self.plan.chosen.time
+
+    @property
+    def command(self) -> str:
+        """The command that makes the plan."""
+        flags = [
+            f"--{name.removesuffix('_tokens').replace('_', '-')}={value}" for name, value in self.entry.job.items()
+        ]
+        nvme = [f"--nvme={self.entry.nvme}"] if self.entry.nvme else []
+        words = ["shardwright", "plan", self.entry.model, "--hardware", self.entry.hardware, *nvme, *flags]
+        return shlex.join([*words, "--output-dir", "plan"])
+
+    @property
+    def files(self) -> list[tuple[str, str, str]]:
+        """Name, language and text of the files that the page shows."""
+        shown = [file for file in self.plan.file_names if file in _SHOWN]
+        return [(file, _SHOWN[file], (PLANS / self.name / file).read_text(encoding="utf-8")) for file in shown]
+
+    @property
+    def memory_parts(self) -> list[tuple[str, str, float]]:
+        """Name, GB and share of the bar in percent of each term of memory, largest first."""
+        named = {name.replace("_", " "): float(size) for name, size in self.gpu.terms.items()}
+        return [(name, gigabytes(int(size)), share) for name, size, share in _shares(named, self._widest_bytes)]
+
+    @property
+    def capacity_share(self) -> float:
+        """Where the bar of memory has the line of what is usable, in percent."""
+        return 100 * self.gpu.capacity_bytes / self._widest_bytes
+
+    @property
+    def time_parts(self) -> list[tuple[str, str, float]]:
+        """Name, seconds and share of the bar in percent of each term of time, largest first."""
+        named = {time_term_name(name): seconds for name, seconds in self.time.terms.items()}
+        return [(name, f"{seconds:.2f}", share) for name, seconds, share in _shares(named, sum(named.values()))]
+
+    @property
+    def _widest_bytes(self) -> float:
+        return float(max(self.gpu.capacity_bytes, sum(self.gpu.terms.values())))
+
+
+def gallery_pages() -> dict[str, str]:
+    """Texts of the pages by file name: an overview, and one page for each model."""
+    entries = [Shown(entry=entry, plan=Plan.load(PLANS / entry.name / "plan.json")) for entry in GALLERY]
+    entries.sort(key=lambda shown: (shown.plan.model.parameter_count, shown.entry.model))
+    models = {model: list(group) for model, group in groupby(entries, key=lambda shown: shown.entry.model)}
+    recipes = [(recipe, quantize_settings({}, recipe=recipe).resolved()) for recipe in map(read_recipe, recipe_names())]
+    templates = _templates()
+    pages = {
+        "index.md": templates.get_template("gallery.md").render(
+            entries=entries, models=models, kinds=_kinds(entries), recipes=recipes
+        )
+    }
+    for model, group in models.items():
+        text = templates.get_template("gallery_model.md").render(model=model, spec=group[0].plan.model, entries=group)
+        pages[page(model)] = text
+    return pages
+
+
+def short(model: str) -> str:
+    """A model's name without its organization."""
+    return model.rpartition("/")[2]
+
+
+def page(model: str) -> str:
+    """File name of a model's page."""
+    return f"{short(model).lower()}.md"
+
+
+def _templates() -> Environment:
+    # Pages are Markdown of our own plans: nothing in them is to be escaped.
+    made = Environment(  # noqa: S701
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"gigabytes": gigabytes, "count": human_count, "short": short, "page": page, "layout": display_name}
+    return made
+
+
+def _kinds(entries: list[Shown]) -> list[str]:
+    """The accelerators, those with little memory first."""
+    least: dict[str, int] = {}
+    for shown in entries:
+        held = shown.plan.hardware.gpu_bytes
+        least[shown.kind] = min(held, least.get(shown.kind, held))
+    return sorted(least, key=lambda kind: least[kind])
+
+
+def _shares(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
+    return [(name, size, 100 * size / whole) for name, size in ranked]
