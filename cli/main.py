@@ -36,6 +36,7 @@ _COMMANDS = {
     "quantize": ("quantize:quantize_command", "Quantize a model, prove that it loads, and measure what it cost."),
     "evaluate": ("evaluate:evaluate_command", "Measure a model: perplexity, distance to a baseline, size, speed."),
     "serve": ("serve:serve_command", "Serve a checkpoint: the engine's line, with the memory that it needs."),
+    "ui": ("ui:ui_command", "Plan and check in the browser, on this machine."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),
     "env": ("env:app", "Print versions and hardware to paste into a report."),
     "schema": ("schema:schema_command", "Print the JSON schema of the files that Shardwright reads and writes."),

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
-from importlib.resources import as_file, files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App
 from pydantic import Field
 
-from ... import ds_configs
-from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
-from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.units import gigabytes
 from ..examples import shown_examples
+from ..gallery import entry_names, load_entry
 from ..options import ConfigOption, FormatOptions
 from ..settings import FILLED, Options, grouped
 
@@ -121,30 +116,3 @@ def _copy_recipe(recipe: Recipe, output_dir: Path, *, force: bool) -> None:
 
     for path in write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=force):
         print(path)
-
-
-def entry_names() -> list[str]:
-    """Return the names of all gallery entries."""
-    return sorted(entry.name for entry in _gallery().iterdir() if entry.joinpath("plan.json").is_file())
-
-
-def load_entry(name: str) -> Plan:
-    """Return the plan of a gallery entry.
-
-    Raises:
-        UsageError: there is no such entry; the nearest names are given.
-    """
-    names = entry_names()
-    if name not in names:
-        from ...ds_configs.quantization.recipe import recipe_names
-
-        near = get_close_matches(name, [*names, *recipe_names()], n=3, cutoff=0.3)
-        raise UsageError(
-            Fault(where="name", value=name, rule="is not in the gallery", fix=f"nearest: {', '.join(near) or 'none'}")
-        )
-    with as_file(_gallery().joinpath(name, "plan.json")) as path:
-        return Plan.load(path)
-
-
-def _gallery() -> Traversable:
-    return files(ds_configs).joinpath("gallery")

@@ -9,46 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ...ds_configs.plan.plan import Plan, PlanDoesNotFitError
+from ...ds_configs.plan.plan import PlanDoesNotFitError
 from ...ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
-from ...ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision, TrainingJob
+from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
-from ...ds_configs.specs.settings import (
-    HardwareSettings,
-    LayoutSettings,
-    TeacherPlacementSettings,
-    TrainingSettings,
-)
 from ..options import WriteOptions
+from ..planning import PlanSettings, make_plan
 from ..progress import note
+from ..run_questions import answers, question_faults, shown_answers
 from ..settings import FILLED, Options, grouped
-from .run_questions import RunQuestions, answers, question_faults, shown_answers
 
 if TYPE_CHECKING:
     from .tensor_layouts import ComparedLayouts
-
-
-@grouped
-class PlanSettings(RunQuestions, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
-    """Every setting of a plan."""
-
-    group = "Training"
-
-    seq_len: int | None = Field(
-        None, description="Tokens of one training sequence; without it 4096, or what the model has positions for"
-    )
-    num_processes: int | None = Field(None, ge=1, description="Accelerators, when the hardware names only their kind")
-    precision: Precision = Field("bf16", description="Compute precision; bf16 and fp16 keep fp32 master weights")
-    method: Method = Field("full", description="Full training, LoRA, or QLoRA")
-    loss: LossImplementation = Field(
-        "auto", description="chunked never materialises the logits of all tokens; auto where that is faster"
-    )
-    objective: ObjectiveName = Field(
-        "throughput", description="What the plan is chosen for: tokens/s, tokens for each GPU hour, or free memory"
-    )
-    teacher: str | None = Field(None, description="A frozen second model for distillation")
 
 
 @grouped
@@ -95,8 +69,19 @@ def plan_command(
         from ..show import show_settings
 
         show_settings(settings.model_dump(), settings.origins())
+    if settings.hardware is None:
+        raise UsageError(
+            Fault(where="hardware", rule="is missing", fix="give --hardware, such as 8xA100-80GB, or local")
+        )
     try:
-        plan = _make_plan(model, settings, options)
+        plan = make_plan(
+            model,
+            settings.hardware,
+            settings,
+            calibration=options.calibration,
+            trace_activations=options.trace_activations,
+            notify=note,
+        )
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:
@@ -137,24 +122,6 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Comp
         note(f"--explain-tensor-parallel compares dense layers, and {model.architecture} has experts")
         return None
     return compared_layouts(model, hardware, job)
-
-
-def _make_plan(model: str, settings: PlanSettings, options: PlanOptions) -> Plan:
-    from ...plugins.planning.from_names import plan
-
-    if settings.hardware is None:
-        raise UsageError(
-            Fault(where="hardware", rule="is missing", fix="give --hardware, such as 8xA100-80GB, or local")
-        )
-    stated = {name: value for name, value in settings.stated().items() if name not in RunQuestions.model_fields}
-    return plan(
-        model,
-        stated.pop("hardware"),
-        calibration="user" if options.calibration else None,
-        trace_activations=options.trace_activations,
-        notify=note,
-        **stated,
-    )
 
 
 def _does_not_fit(error: PlanDoesNotFitError) -> dict[str, object]:

@@ -141,6 +141,21 @@ def estimate_memory(
     )
 
 
+def terms_by_phase(
+    strategy: Strategy, model: ModelSpec, job: TrainingJob, *, stage: int | None = None
+) -> dict[Phase, Terms]:
+    """Return the named tensor bytes of every phase at its fullest moment, whose sums are `GpuMemory.phases`.
+
+    Those of a trace are not: it is not kept with a plan. `stage` is `GpuMemory.stage`.
+
+    Raises:
+        UnknownFamilyError: neither coefficients nor a bound of the model's structure exist.
+    """
+    shares = rank_shares(strategy, model, job)
+    (share,) = (one for one in shares if (None if one.stage is None else one.stage.index) == stage)
+    return fullest_by_phase(share_moment_terms(strategy, share, job))
+
+
 def _with_overheads(
     strategy: Strategy, hardware: HardwareSpec, phase: Phase, phases: dict[Phase, Terms], ratios: Sequence[float]
 ) -> GpuMemory:

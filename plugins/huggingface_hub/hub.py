@@ -54,6 +54,45 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
     return _read_hub(model, revision)
 
 
+def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
+    """Return the configuration of a Hub id, whatever lies on this machine under that name.
+
+    Raises:
+        UsageError: it is no Hub id, or nothing of that name exists.
+        RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
+        ShardwrightError: the Hub cannot be reached or denies access.
+    """
+    if not _HUB_ID.fullmatch(model):
+        raise UsageError(Fault(where="model", value=model, rule="is not a Hub id", fix="write ORG/NAME"))
+    return _read_hub(model, revision)
+
+
+def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
+    """Return the ids of models that generate text and that the Hub finds by these words, most downloaded first.
+
+    Raises:
+        ShardwrightError: the Hub cannot be reached, does not answer in time, or refuses.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    def ask() -> tuple[str, ...]:
+        found = HfApi().list_models(search=words, pipeline_tag="text-generation", sort="downloads", limit=most)
+        return tuple(model.id for model in found)
+
+    try:
+        return within_limit(ask, "a search for models")
+    except OfflineModeIsEnabled:
+        raise ShardwrightError("offline mode is on (HF_HUB_OFFLINE): the Hub cannot be searched") from None
+    except HfHubHTTPError as error:
+        raise ShardwrightError(f"the Hub answered {error.response.status_code} to the search; try again later") from None
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        if isinstance(error, ShardwrightError):
+            raise
+        raise ShardwrightError(f"the Hub cannot be searched ({type(error).__name__}); write ORG/NAME") from None
+
+
 def refuse_no_hub_id(model: str) -> None:
     """Raise a `UsageError` for a name that is no path on this machine, and that no repository can have."""
     if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):

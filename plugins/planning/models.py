@@ -32,7 +32,11 @@ def load_model_spec(model: str, *, revision: str | None = None, by_structure: bo
         RefusedInputError: the configuration or a safetensors header is corrupt, absurd or needs foreign code.
         ShardwrightError: the Hub cannot be reached or denies access.
     """
-    source = read_model_source(model, revision=revision)
+    return model_from_source(read_model_source(model, revision=revision), by_structure=by_structure)
+
+
+def model_from_source(source: ModelSource, *, by_structure: bool = False) -> LoadedModel:
+    """Return the specification of a configuration that was read; raises as `load_model_spec` does."""
     spec = model_spec_from_config(source.config, name=source.name, revision=source.revision)
     notes: list[str] = []
     if spec is None and by_structure and "auto_map" in source.config:

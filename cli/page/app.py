@@ -1,0 +1,202 @@
+"""The page: fields on one side, what follows from them on the other, and a place to check a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from ...ds_configs.plan.plan import PlanDoesNotFitError
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...plugins.huggingface_hub.hub import search_models
+from .address import CONFIG_FILE, PageSettings, pack_config, query_of, settings_from_form, settings_from_query
+from .form import (
+    LINKS,
+    MAIN,
+    MORE,
+    UPLOADED,
+    hardware_fields,
+    model_choices,
+    setting_field,
+    shown_values,
+    stated_by,
+)
+from .planned import planned
+from .views import TEMPLATES, faults_view, findings_view, found_view, misfit_view, plan_view
+
+CONCURRENT_PLANS = 8
+"""Visitors who are planned for at once; one may wait for the Hub."""
+_TITLE = "Shardwright planner"
+_HEADING = """<header class="top"><h1>Shardwright</h1><p>Which ZeRO stage, FSDP2 or parallel layout trains your model
+on your hardware, with its memory, its time and the files that run it. Everything is computed here; only the Hub
+is asked, for the <code>config.json</code> of a model that you name.</p></header>"""
+_WRITE_ADDRESS = """(query) => {
+  if (query && query !== location.search.slice(1)) history.pushState(null, "", "?" + query);
+}"""
+
+
+def theme() -> gr.Theme:
+    """Return colours and fonts; those of Gradio's own `Base` lie beside its program, so that none is fetched."""
+    return gr.themes.Base(primary_hue="blue", neutral_hue="slate", radius_size="sm", spacing_size="sm").set(
+        body_background_fill="*neutral_50",
+        body_background_fill_dark="*neutral_950",
+        block_label_text_color="*neutral_700",
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_300",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_300",
+        input_placeholder_color="*neutral_500",
+        input_placeholder_color_dark="*neutral_400",
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_hover_dark="*primary_600",
+    )
+
+
+def head() -> str:
+    """Return what the page brings for its results: colours, places and a few lines of script."""
+    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return f"<style>{style}</style><script>{script}</script>"
+
+
+def build_page() -> gr.Blocks:
+    """Return the page; what it knows of a visitor lies in the fields of the visitor's own browser."""
+    with gr.Blocks(title=_TITLE, analytics_enabled=False, fill_width=True, delete_cache=(600, 600)) as page:
+        gr.HTML(_HEADING, apply_default_css=False)
+        with gr.Tabs():
+            with gr.Tab("Plan", id="plan"):
+                _plan_tab(page)
+            with gr.Tab("Check a configuration", id="check"):
+                _check_tab()
+    page.queue(default_concurrency_limit=CONCURRENT_PLANS)
+    return page
+
+
+def _plan_tab(page: gr.Blocks) -> None:
+    with gr.Row(elem_id="planner"):
+        with gr.Column(scale=2, min_width=300, elem_id="form"):
+            fields, upload = _model_fields()
+            with gr.Group():
+                fields |= hardware_fields()
+                with gr.Accordion("Links, host memory, NVMe", open=False):
+                    fields |= {name: setting_field(name) for name in LINKS}
+            with gr.Group():
+                fields |= {name: setting_field(name) for name in MAIN}
+            for heading, names in MORE.items():
+                with gr.Accordion(heading, open=False):
+                    fields |= {name: setting_field(name) for name in names}
+            button = gr.Button("Plan", variant="primary", elem_id="run")
+        with gr.Column(scale=5, min_width=300, elem_id="result"):
+            result = gr.HTML(apply_default_css=False)
+    # What an address says; no field of its own on the page.
+    address = gr.Textbox(visible=False)
+    names, every = list(fields), list(fields.values())
+
+    def plan_form(*values: Any) -> tuple[Any, str]:
+        try:
+            settings = settings_from_form(stated_by(dict(zip(names, values, strict=True))))
+        except ShardwrightError as error:
+            return faults_view(error), ""
+        return _result(settings), query_of(settings)
+
+    def plan_upload(content: bytes, *values: Any) -> tuple[Any, Any, Any, str]:
+        try:
+            packed = pack_config(content)
+        except ShardwrightError as error:
+            return gr.skip(), gr.skip(), faults_view(error), ""
+        stated = dict(zip(names, values, strict=True)) | {"model": UPLOADED, "config": packed}
+        return UPLOADED, packed, *plan_form(*stated.values())
+
+    def open_address(request: gr.Request) -> list[Any]:
+        try:
+            settings = settings_from_query(str(request.query_params))
+        except ShardwrightError as error:
+            return [*(gr.skip() for _ in names), faults_view(error)]
+        shown = shown_values(settings)
+        return [*(shown[name] for name in names), _result(settings)]
+
+    shown_while: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
+    picked = [field.input for field in every if isinstance(field, gr.Dropdown | gr.Radio | gr.Checkbox | gr.Number)]
+    typed = [field.submit for field in every if isinstance(field, gr.Textbox)]
+    outputs = [result, address]
+    gr.on([button.click, *picked, *typed], plan_form, every, outputs, trigger_mode="always_last", **shown_while).then(
+        None, [address], js=_WRITE_ADDRESS
+    )
+    upload.upload(
+        plan_upload, [upload, *every], [fields["model"], fields["config"], *outputs], **shown_while
+    ).then(None, [address], js=_WRITE_ADDRESS)
+    page.load(open_address, None, [*every, result], **shown_while)
+
+
+def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton]:
+    with gr.Group():
+        model = gr.Dropdown(
+            model_choices(),
+            label="Model",
+            info="ORG/NAME on the Hub; those listed are planned without asking it",
+            allow_custom_value=True,
+            elem_id="model",
+        )
+        upload = gr.UploadButton(
+            f"Upload a {CONFIG_FILE}", file_types=[".json"], type="binary", size="sm", elem_id="upload"
+        )
+        with gr.Accordion("Search the Hub, revision", open=False):
+            words = gr.Textbox(label="Search the Hub", max_lines=1, elem_id="search")
+            search = gr.Button("Search", size="sm", elem_id="search_run")
+            said = gr.HTML(apply_default_css=False, elem_id="found")
+            revision = setting_field("revision")
+        config = gr.Textbox(visible=False)
+
+    def find(text: str) -> tuple[Any, str]:
+        try:
+            found = search_models(text.strip()) if text.strip() else ()
+        except ShardwrightError as error:
+            return gr.skip(), faults_view(error)
+        return gr.Dropdown(choices=list(found) or model_choices()), found_view(found)
+
+    gr.on(
+        [search.click, words.submit], find, [words], [model, said], show_progress="minimal", api_visibility="private"
+    )
+    return {"model": model, "config": config, "revision": revision}, upload
+
+
+def _check_tab() -> None:
+    with gr.Row(elem_id="checker"):
+        with gr.Column(scale=2, min_width=300):
+            text = gr.Textbox(
+                label="DeepSpeed JSON or Accelerate YAML",
+                info="Whoever wrote it; it stays on the machine that serves this page",
+                lines=18,
+                max_lines=40,
+                elem_id="pasted",
+            )
+            ranks = gr.Number(
+                label="Ranks of the job",
+                info="To check the batch equation; may be left open",
+                value=None,
+                precision=0,
+                elem_id="ranks",
+            )
+            trainer = gr.Checkbox(
+                True, label="For the Trainer", info='Which fills in "auto"', elem_id="transformers"
+            )
+            button = gr.Button("Check", variant="primary", elem_id="check")
+        with gr.Column(scale=3, min_width=300, elem_id="findings"):
+            result = gr.HTML(apply_default_css=False)
+
+    def find(pasted: str, processes: int | None, transformers: bool) -> str:
+        if processes is not None and processes < 1:
+            return faults_view(UsageError(Fault(where="ranks", value=processes, rule="must be at least 1")))
+        return findings_view(pasted, num_processes=processes, transformers=transformers)
+
+    button.click(find, [text, ranks, trainer], result, show_progress="minimal", api_visibility="private")
+
+
+def _result(settings: PageSettings) -> str:
+    try:
+        return plan_view(planned(settings))
+    except PlanDoesNotFitError as error:
+        return misfit_view(error)
+    except ShardwrightError as error:
+        return faults_view(error)
