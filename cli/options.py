@@ -40,6 +40,15 @@ class FormatOptions(ConfigOption):
         return self.format == "json"
 
 
+class CheckedFor(Settings):
+    """Facts that configurations are checked against."""
+
+    group = "Run"
+
+    num_processes: int | None = Field(None, ge=1, description="Ranks of the job, to check the batch equation")
+    transformers: bool = Field(True, description='Whether the files are for the Trainer, which fills in "auto"')
+
+
 class ReportOptions(FormatOptions):
     """Options of a command that writes when it is told where."""
 

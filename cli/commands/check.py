@@ -7,21 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from pydantic import Field
 
 from ...ds_configs.check.files import check
-from ..options import FormatOptions
+from ..options import CheckedFor, FormatOptions
 from ..settings import FILLED, Options, grouped
 
 
 @grouped
-class CheckOptions(FormatOptions):
-    """Facts that files are checked against."""
-
-    group = "Run"
-
-    num_processes: int | None = Field(None, ge=1, description="Ranks of the job, to check the batch equation")
-    transformers: bool = Field(True, description='Whether the files are for the Trainer, which fills in "auto"')
+class CheckOptions(CheckedFor, FormatOptions):
+    """Facts, and how findings are printed."""
 
 
 def check_command(

@@ -69,8 +69,8 @@ def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
     """Show and run the demo; returns the small plan, and the loss of each step."""
     force = options.force
     from ...plugins.planning.from_names import plan
-    from ..show import show_plan
     from ..gallery import load_entry
+    from ..show import show_plan
 
     entry = load_entry("llama-3.1-8b_8xA100-80GB")
     print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json alone\n")

@@ -31,13 +31,13 @@ class PageSettings(PlanSettings):
     group = "Model"
 
     model: str = Field("", description="ORG/NAME of a model on the Hub")
-    config: str | None = Field(None, description="An uploaded config.json, packed")
     link_bytes_per_s: str | None = Field(
         None, description="One direction, one accelerator to its peers within the node, such as 300GB/s"
     )
     network_bytes_per_s: str | None = Field(
         None, description="One direction and accelerator, between nodes, such as 25GB/s"
     )
+    config: str | None = Field(None, description="An uploaded config.json, packed")
 
     @property
     def states_links(self) -> bool:
@@ -45,8 +45,9 @@ class PageSettings(PlanSettings):
         return self.link_bytes_per_s is not None or self.network_bytes_per_s is not None
 
 
-EXAMPLE = PageSettings(model="meta-llama/Llama-3.1-8B", hardware="8xA100-80GB")
+EXAMPLE = settings_of(PageSettings, {"model": "meta-llama/Llama-3.1-8B", "hardware": "8xA100-80GB"})
 """What the page shows when its address says nothing."""
+_FIRST = ("model", "hardware")
 _OWN = {"hardware", *(PageSettings.model_fields.keys() - PlanSettings.model_fields.keys())}
 
 
@@ -103,10 +104,7 @@ def _texts(settings: PageSettings) -> dict[str, str]:
     """Return what is stated as text, by name, in the order of the settings; defaults are left out."""
     fields = PageSettings.model_fields
     stated = {name: value for name, value in settings.stated().items() if value != fields[name].default}
-    return {
-        name: _text(value)
-        for name, value in sorted(stated.items(), key=lambda item: _place(item[0]))
-    }
+    return {name: _text(value) for name, value in sorted(stated.items(), key=lambda item: _place(item[0]))}
 
 
 def _text(value: object) -> str:
@@ -116,9 +114,9 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _place(name: str) -> tuple[bool, bool, int]:
+def _place(name: str) -> int:
     """Model and hardware come first, an uploaded file last."""
-    return name == "config", name not in ("model", "hardware"), list(PageSettings.model_fields).index(name)
+    return [*_FIRST, *(other for other in PageSettings.model_fields if other not in _FIRST)].index(name)
 
 
 def pack_config(content: bytes) -> str:

@@ -7,8 +7,10 @@ from typing import Any
 import gradio as gr
 
 from ...ds_configs.plan.plan import PlanDoesNotFitError
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub.hub import search_models
+from ..options import CheckedFor
 from .address import CONFIG_FILE, PageSettings, pack_config, query_of, settings_from_form, settings_from_query
 from .form import (
     LINKS,
@@ -30,14 +32,22 @@ _TITLE = "Shardwright planner"
 _HEADING = """<header class="top"><h1>Shardwright</h1><p>Which ZeRO stage, FSDP2 or parallel layout trains your model
 on your hardware, with its memory, its time and the files that run it. Everything is computed here; only the Hub
 is asked, for the <code>config.json</code> of a model that you name.</p></header>"""
+_NOTHING_PASTED = """<p class="sub">Errors stop a run, or make it disobey the file; warnings are keys that do not do
+what they say. Each comes with its line and the way out, as <code>shardwright check</code> prints it.</p>"""
 _WRITE_ADDRESS = """(query) => {
   if (query && query !== location.search.slice(1)) history.pushState(null, "", "?" + query);
 }"""
 
 
 def theme() -> gr.Theme:
-    """Return colours and fonts; those of Gradio's own `Base` lie beside its program, so that none is fetched."""
-    return gr.themes.Base(primary_hue="blue", neutral_hue="slate", radius_size="sm", spacing_size="sm").set(
+    """Return colours and fonts, which lie beside Gradio's program, so that none is fetched.
+
+    Seen with gradio 6.31.0: its semi-bold IBM Plex lacks letters, such as a and b.
+    """
+    text = [gr.themes.LocalFont("IBM Plex Sans", weights=(400, 700)), "system-ui", "sans-serif"]
+    code = [gr.themes.LocalFont("IBM Plex Mono", weights=(400, 700)), "ui-monospace", "monospace"]
+    sizes = {"radius_size": "sm", "spacing_size": "sm"}
+    return gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=text, font_mono=code, **sizes).set(
         body_background_fill="*neutral_50",
         body_background_fill_dark="*neutral_950",
         block_label_text_color="*neutral_700",
@@ -47,6 +57,11 @@ def theme() -> gr.Theme:
         body_text_color_subdued_dark="*neutral_300",
         input_placeholder_color="*neutral_500",
         input_placeholder_color_dark="*neutral_400",
+        input_background_fill="white",
+        input_background_fill_dark="*neutral_900",
+        input_border_width="1px",
+        input_border_color="*neutral_400",
+        input_border_color_dark="*neutral_600",
         button_primary_background_fill="*primary_700",
         button_primary_background_fill_dark="*primary_700",
         button_primary_background_fill_hover="*primary_800",
@@ -91,11 +106,11 @@ def _plan_tab(page: gr.Blocks) -> None:
             result = gr.HTML(apply_default_css=False)
     # What an address says; no field of its own on the page.
     address = gr.Textbox(visible=False)
-    names, every = list(fields), list(fields.values())
+    every = list(fields.values())
 
     def plan_form(*values: Any) -> tuple[Any, str]:
         try:
-            settings = settings_from_form(stated_by(dict(zip(names, values, strict=True))))
+            settings = settings_from_form(stated_by(dict(zip(fields, values, strict=True))))
         except ShardwrightError as error:
             return faults_view(error), ""
         return _result(settings), query_of(settings)
@@ -105,16 +120,16 @@ def _plan_tab(page: gr.Blocks) -> None:
             packed = pack_config(content)
         except ShardwrightError as error:
             return gr.skip(), gr.skip(), faults_view(error), ""
-        stated = dict(zip(names, values, strict=True)) | {"model": UPLOADED, "config": packed}
+        stated = dict(zip(fields, values, strict=True)) | {"model": UPLOADED, "config": packed}
         return UPLOADED, packed, *plan_form(*stated.values())
 
     def open_address(request: gr.Request) -> list[Any]:
         try:
             settings = settings_from_query(str(request.query_params))
         except ShardwrightError as error:
-            return [*(gr.skip() for _ in names), faults_view(error)]
+            return [*(gr.skip() for _ in fields), faults_view(error)]
         shown = shown_values(settings)
-        return [*(shown[name] for name in names), _result(settings)]
+        return [*(shown[name] for name in fields), _result(settings)]
 
     shown_while: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
     picked = [field.input for field in every if isinstance(field, gr.Dropdown | gr.Radio | gr.Checkbox | gr.Number)]
@@ -123,9 +138,9 @@ def _plan_tab(page: gr.Blocks) -> None:
     gr.on([button.click, *picked, *typed], plan_form, every, outputs, trigger_mode="always_last", **shown_while).then(
         None, [address], js=_WRITE_ADDRESS
     )
-    upload.upload(
-        plan_upload, [upload, *every], [fields["model"], fields["config"], *outputs], **shown_while
-    ).then(None, [address], js=_WRITE_ADDRESS)
+    upload.upload(plan_upload, [upload, *every], [fields["model"], fields["config"], *outputs], **shown_while).then(
+        None, [address], js=_WRITE_ADDRESS
+    )
     page.load(open_address, None, [*every, result], **shown_while)
 
 
@@ -155,9 +170,7 @@ def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton
             return gr.skip(), faults_view(error)
         return gr.Dropdown(choices=list(found) or model_choices()), found_view(found)
 
-    gr.on(
-        [search.click, words.submit], find, [words], [model, said], show_progress="minimal", api_visibility="private"
-    )
+    gr.on([search.click, words.submit], find, [words], [model, said], show_progress="minimal", api_visibility="private")
     return {"model": model, "config": config, "revision": revision}, upload
 
 
@@ -167,30 +180,24 @@ def _check_tab() -> None:
             text = gr.Textbox(
                 label="DeepSpeed JSON or Accelerate YAML",
                 info="Whoever wrote it; it stays on the machine that serves this page",
-                lines=18,
-                max_lines=40,
+                # With more lines than at first, the field would be measured again for every letter of a long text.
+                lines=20,
+                max_lines=20,
                 elem_id="pasted",
             )
-            ranks = gr.Number(
-                label="Ranks of the job",
-                info="To check the batch equation; may be left open",
-                value=None,
-                precision=0,
-                elem_id="ranks",
-            )
-            trainer = gr.Checkbox(
-                True, label="For the Trainer", info='Which fills in "auto"', elem_id="transformers"
-            )
+            facts = {name: setting_field(name, CheckedFor) for name in CheckedFor.model_fields}
             button = gr.Button("Check", variant="primary", elem_id="check")
         with gr.Column(scale=3, min_width=300, elem_id="findings"):
-            result = gr.HTML(apply_default_css=False)
+            result = gr.HTML(_NOTHING_PASTED, apply_default_css=False)
 
-    def find(pasted: str, processes: int | None, transformers: bool) -> str:
-        if processes is not None and processes < 1:
-            return faults_view(UsageError(Fault(where="ranks", value=processes, rule="must be at least 1")))
-        return findings_view(pasted, num_processes=processes, transformers=transformers)
+    def find(pasted: str, *values: Any) -> str:
+        stated = {name: value for name, value in zip(facts, values, strict=True) if value != ""}
+        try:
+            return findings_view(pasted, settings_of(CheckedFor, stated))
+        except ShardwrightError as error:
+            return faults_view(error)
 
-    button.click(find, [text, ranks, trainer], result, show_progress="minimal", api_visibility="private")
+    button.click(find, [text, *facts.values()], result, show_progress="minimal", api_visibility="private")
 
 
 def _result(settings: PageSettings) -> str:

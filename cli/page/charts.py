@@ -96,7 +96,7 @@ def memory_chart(plan: Plan) -> MemoryChart:
         phase: dict(terms)
         for phase, terms in terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage).items()
     }
-    for phase, terms in by_phase.items():
+    for terms in by_phase.values():
         share = sum(terms.values()) / max(1, gpu.allocated_bytes)
         for name in _OVERHEADS:
             count = gpu.terms.get(name, 0)
@@ -263,8 +263,7 @@ def layout_chart(layouts: Sequence[Layout], pareto: Sequence[ParetoPoint], *, ca
         marks=tuple(mark(one, one.kind, _title(one), one.reason) for one in candidates),
         frontier=tuple(mark(one, "frontier", one.label, beaten) for one in frontier),
         x_ticks=tuple(
-            Tick(place=x(at * 1e9), text=f"{at:,g}")
-            for at in decade_numbers(math.exp(low) / 1e9, math.exp(high) / 1e9)
+            Tick(place=x(at * 1e9), text=f"{at:,g}") for at in decade_numbers(math.exp(low) / 1e9, math.exp(high) / 1e9)
         ),
         y_ticks=tuple(Tick(place=y(at), text=f"{at:,g}") for at in round_numbers(top)),
         capacity=x(capacity_bytes),

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.hardware import gpu_catalog, parse_hardware
+from ...ds_configs.specs.settings import Settings
 from .address import EXAMPLE, PageSettings
 from .planned import known_models
 
@@ -46,10 +47,12 @@ _LABELS = {
     "lora_rank": "LoRA rank",
     "lora_targets": "LoRA targets",
     "mtbf_hours": "Mean hours between failures",
+    "num_processes": "Ranks of the job",
     "nvme": "NVMe of a node",
     "host_memory": "Memory of a node",
     "link_bytes_per_s": "Link within a node",
     "network_bytes_per_s": "Network between nodes",
+    "transformers": "For the Trainer",
     "zero_quantized_weights": "ZeRO++ quantized weights",
     "zero_quantized_gradients": "ZeRO++ quantized gradients",
 }
@@ -57,15 +60,15 @@ _FEW = 4
 """Choices that stand side by side."""
 
 
-def setting_field(name: str) -> gr.components.Component:
+def setting_field(name: str, kind: type[Settings] = PageSettings) -> gr.components.Component:
     """Return the field of a setting: choices to pick from, a box to tick, or text as behind a flag."""
-    field = PageSettings.model_fields[name]
+    field = kind.model_fields[name]
     label = _LABELS.get(name, name.replace("_", " ").capitalize())
     info = field.description
     choices = _choices(field)
     if choices:
-        kind = gr.Radio if len(choices) <= _FEW else gr.Dropdown
-        return kind(choices, value=field.default, label=label, info=info, elem_id=name)
+        component = gr.Radio if len(choices) <= _FEW else gr.Dropdown
+        return component(choices, value=field.default, label=label, info=info, elem_id=name)
     if field.annotation is bool:
         return gr.Checkbox(value=field.default, label=label, info=info, elem_id=name)
     shown = "" if field.default is None else str(field.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -57,7 +58,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(Fault(where="host", value=host, rule=f"is no address ({reason})", fix="use 127.0.0.1")) from None
+        raise UsageError(
+            Fault(where="host", value=host, rule=f"is no address ({reason})", fix="use 127.0.0.1")
+        ) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,7 +97,7 @@ def make_app(*, only_loopback: bool) -> FastAPI:
     if only_loopback:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
     app.add_middleware(_Headers)
-    return gradio.mount_gradio_app(
+    mounted: FastAPI = gradio.mount_gradio_app(
         app,
         build_page(),
         path="/",
@@ -109,6 +112,7 @@ def make_app(*, only_loopback: bool) -> FastAPI:
         theme=theme(),
         head=head(),
     )
+    return mounted
 
 
 def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
@@ -118,21 +122,18 @@ def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
         UsageError: there is no such host on this machine.
         ShardwrightError: gradio is not installed, or the port cannot be had.
     """
-    # Before gradio is imported, which asks for them.
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    try:
-        import gradio  # noqa: F401
-        import uvicorn
-    except ModuleNotFoundError as error:
-        fix = "pip install 'shardwright[ui]'"
-        raise ShardwrightError(f"the page needs {error.name}, which is not installed; {fix}") from None
-    from .planned import known_models
-
+    if importlib.util.find_spec("gradio") is None:
+        raise ShardwrightError("the page needs gradio, which is not installed; pip install 'shardwright[ui]'")
     with listening_socket(host, port) as listener, tempfile.TemporaryDirectory(prefix="shardwright-ui-") as uploads:
-        os.environ["GRADIO_TEMP_DIR"] = uploads
+        # Before these libraries are imported, which ask for them.
+        os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": uploads}
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        import uvicorn
+
+        from .planned import known_models
+
         known_models()
-        app = make_app(only_loopback=is_loopback(host))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(make_app(only_loopback=is_loopback(host)), log_level="warning"))
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{listener.getsockname()[1]}")
         server.run(sockets=[listener])

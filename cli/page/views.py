@@ -14,6 +14,7 @@ from ...ds_configs.plan.plan import PlanDoesNotFitError
 from ...ds_configs.search.questions import doubts
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.units import gigabytes, human_count
+from ..options import CheckedFor
 from .address import command_of, is_shared_by
 from .charts import layout_chart, layout_of, memory_chart, time_rows
 from .planned import Planned, archive
@@ -132,9 +133,10 @@ class ShownFinding:
     """The line; empty without one."""
 
 
-def findings_view(text: str, *, num_processes: int | None, transformers: bool) -> str:
+def findings_view(text: str, facts: CheckedFor) -> str:
     """Return what `check` finds in a pasted configuration, each with its line."""
-    findings = check_text(text, filename=_PASTED, world_size=num_processes, uses_transformers=transformers)
+    world_size, uses_transformers = facts.num_processes, facts.transformers
+    findings = check_text(text, filename=_PASTED, world_size=world_size, uses_transformers=uses_transformers)
     lines = text.splitlines() if findings else []
     found = sorted((_shown(finding, lines) for finding in findings), key=lambda one: one.kind != "error")
     errors = sum(one.kind == "error" for one in found)

@@ -86,7 +86,9 @@ def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
     except OfflineModeIsEnabled:
         raise ShardwrightError("offline mode is on (HF_HUB_OFFLINE): the Hub cannot be searched") from None
     except HfHubHTTPError as error:
-        raise ShardwrightError(f"the Hub answered {error.response.status_code} to the search; try again later") from None
+        raise ShardwrightError(
+            f"the Hub answered {error.response.status_code} to the search; try again later"
+        ) from None
     except (httpx.HTTPError, OSError, ValueError) as error:
         if isinstance(error, ShardwrightError):
             raise

@@ -1,0 +1,136 @@
+"""A Hub on loopback with a few small models, sound and broken; `HF_ENDPOINT` sends huggingface_hub to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import parse_qs
+
+from paths import TESTS
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = json.loads((TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json").read_text())
+CONFIG |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+PARAMETERS = 128 * 64 * 2 + 64 + 2 * 64 + 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
+
+
+def header_of(elements: int, dtype: str = "BF16") -> bytes:
+    """Return the length and header of a safetensors file with one tensor."""
+    text = json.dumps({"x": {"dtype": dtype, "shape": [elements], "data_offsets": [0, 2 * elements]}}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+FILES: dict[str, dict[str, bytes]] = {
+    "org/plain": {"config.json": json.dumps(CONFIG).encode()},
+    "org/agrees": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": header_of(PARAMETERS)},
+    "org/differs": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": header_of(2 * PARAMETERS)},
+    "org/junk-header": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"\2" + bytes(7) + b"[]"},
+    "org/odd-header": {
+        "config.json": json.dumps(CONFIG).encode(),
+        "model.safetensors": (12).to_bytes(8, "little") + b'{"x": [1,2]}',
+    },
+    "org/sharded": {
+        "config.json": json.dumps(CONFIG).encode(),
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": {"x": "a.safetensors"}}).encode(),
+        "a.safetensors": header_of(PARAMETERS),
+    },
+    "org/junk-index": {"config.json": json.dumps(CONFIG).encode(), "model.safetensors.index.json": b"[1, 2"},
+    "org/adapter": {"adapter_config.json": b"{}"},
+    "org/junk-config": {"config.json": b'{"model_type": "llama", "num_hidden_layers": -1}'},
+}
+ERRORS = {
+    "org/gated": (403, "GatedRepo"),
+    "org/gated401": (401, "GatedRepo"),
+    "org/private": (401, "RepoNotFound"),
+    "org/broken": (500, ""),
+    "org/busy": (429, ""),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as planning asks for: `/api/models`, its search, and `/resolve` with ranges."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[tuple[float, str]]] = []
+    """When, and for what."""
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        part = " in part" if "Range" in self.headers else ""
+        self.asked.append((time.time(), f"{self.command} {self.path}{part}"))
+        path, _, query = self.path.partition("?")
+        parts = path.strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        repository = "/".join(parts[2:4] if api else parts[:2])
+        if parts == ["api", "models"]:
+            words = parse_qs(query)["search"][0]
+            self.answer(json.dumps([{"id": name} for name in FILES if words in name]).encode())
+        elif repository in ERRORS:
+            self.fail(*ERRORS[repository])
+        elif repository not in FILES:
+            self.fail(404, "RepoNotFound")
+        elif api and parts[4:5] == ["tree"]:
+            listed = [
+                {"type": "file", "path": name, "size": len(content), "oid": format(len(content), "040x")}
+                for name, content in FILES[repository].items()
+            ]
+            self.answer(json.dumps(listed).encode())
+        elif api:
+            revision = parts[5] if parts[4:5] == ["revision"] else "main"
+            if revision in ("main", COMMIT):
+                self.answer(json.dumps({"id": repository, "sha": COMMIT, "siblings": []}).encode())
+            else:
+                self.fail(404, "RevisionNotFound")
+        elif parts[2] != "resolve" or parts[3] not in ("main", COMMIT):
+            self.fail(404, "RevisionNotFound")
+        elif "/".join(parts[4:]) not in FILES[repository]:
+            self.fail(404, "EntryNotFound")
+        else:
+            self.answer(FILES[repository]["/".join(parts[4:])])
+
+    def fail(self, status: int, code: str) -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def answer(self, content: bytes) -> None:
+        wanted = self.headers.get("Range")
+        first, last = 0, len(content) - 1
+        if wanted:
+            first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+            last = min(last, len(content) - 1)
+        body = content[first : last + 1]
+        self.send_response(206 if wanted else 200)
+        self.send_header("ETag", '"' + format(hash(content) % 2**64, "016x") + '"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Accept-Ranges", "bytes")
+        if wanted:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextmanager
+def readable_hub() -> Iterator[str]:
+    """Yield the address of the Hub."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
