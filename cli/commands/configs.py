@@ -12,8 +12,8 @@ from pydantic import Field
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.units import gigabytes
 from ..examples import shown_examples
-from ..gallery import entry_names, load_entry
 from ..options import ConfigOption, FormatOptions
+from ..planning.gallery import entry_names, load_entry
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
     """Show and run the demo; returns the small plan, and the loss of each step."""
     force = options.force
     from ...plugins.planning.from_names import plan
-    from ..gallery import load_entry
+    from ..planning.gallery import load_entry
     from ..show import show_plan
 
     entry = load_entry("llama-3.1-8b_8xA100-80GB")

@@ -16,9 +16,9 @@ from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
 from ..options import WriteOptions
-from ..planning import PlanSettings, make_plan
+from ..planning.run_questions import answers, question_faults, shown_answers
+from ..planning.stated import PlanSettings, plan_stated
 from ..progress import note
-from ..run_questions import answers, question_faults, shown_answers
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
@@ -74,14 +74,8 @@ def plan_command(
             Fault(where="hardware", rule="is missing", fix="give --hardware, such as 8xA100-80GB, or local")
         )
     try:
-        plan = make_plan(
-            model,
-            settings.hardware,
-            settings,
-            calibration=options.calibration,
-            trace_activations=options.trace_activations,
-            notify=note,
-        )
+        known, traced = options.calibration, options.trace_activations
+        plan = plan_stated(model, settings.hardware, settings, notify=note, calibration=known, trace_activations=traced)
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:

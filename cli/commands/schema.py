@@ -35,7 +35,7 @@ def schema_command(
 
 
 def _settings_schema() -> dict[str, Any]:
-    from ..planning import PlanSettings
+    from ..planning.stated import PlanSettings
 
     return PlanSettings.model_json_schema()
 

@@ -12,7 +12,7 @@ from ..settings import FILLED, Options, grouped
 
 @grouped
 class PageOptions(ConfigOption):
-    """Where the page is served."""
+    """Place of the page."""
 
     group = "Run"
 

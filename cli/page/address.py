@@ -15,7 +15,7 @@ from pydantic import Field
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.specs.settings import settings_of
-from ..planning import PlanSettings
+from ..planning.stated import PlanSettings
 from ..settings import grouped
 
 CONFIG_FILE, HARDWARE_FILE = "config.json", "hardware.yaml"

@@ -107,41 +107,54 @@ def _plan_tab(page: gr.Blocks) -> None:
     # What an address says; no field of its own on the page.
     address = gr.Textbox(visible=False)
     every = list(fields.values())
-
-    def plan_form(*values: Any) -> tuple[Any, str]:
-        try:
-            settings = settings_from_form(stated_by(dict(zip(fields, values, strict=True))))
-        except ShardwrightError as error:
-            return faults_view(error), ""
-        return _result(settings), query_of(settings)
-
-    def plan_upload(content: bytes, *values: Any) -> tuple[Any, Any, Any, str]:
-        try:
-            packed = pack_config(content)
-        except ShardwrightError as error:
-            return gr.skip(), gr.skip(), faults_view(error), ""
-        stated = dict(zip(fields, values, strict=True)) | {"model": UPLOADED, "config": packed}
-        return UPLOADED, packed, *plan_form(*stated.values())
-
-    def open_address(request: gr.Request) -> list[Any]:
-        try:
-            settings = settings_from_query(str(request.query_params))
-        except ShardwrightError as error:
-            return [*(gr.skip() for _ in fields), faults_view(error)]
-        shown = shown_values(settings)
-        return [*(shown[name] for name in fields), _result(settings)]
-
-    shown_while: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
     picked = [field.input for field in every if isinstance(field, gr.Dropdown | gr.Radio | gr.Checkbox | gr.Number)]
     typed = [field.submit for field in every if isinstance(field, gr.Textbox)]
-    outputs = [result, address]
-    gr.on([button.click, *picked, *typed], plan_form, every, outputs, trigger_mode="always_last", **shown_while).then(
-        None, [address], js=_WRITE_ADDRESS
-    )
-    upload.upload(plan_upload, [upload, *every], [fields["model"], fields["config"], *outputs], **shown_while).then(
-        None, [address], js=_WRITE_ADDRESS
-    )
-    page.load(open_address, None, [*every, result], **shown_while)
+
+    def plan_form(*values: Any) -> tuple[Any, str]:
+        return _planned_form(dict(zip(fields, values, strict=True)))
+
+    def plan_upload(content: bytes, *values: Any) -> tuple[Any, Any, Any, str]:
+        return _planned_upload(content, dict(zip(fields, values, strict=True)))
+
+    def open_address(request: gr.Request) -> list[Any]:
+        return _planned_address(str(request.query_params), list(fields))
+
+    shown: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
+    asked = [button.click, *picked, *typed]
+    from_form = gr.on(asked, plan_form, every, [result, address], trigger_mode="always_last", **shown)
+    changed = [fields["model"], fields["config"], result, address]
+    from_upload = upload.upload(plan_upload, [upload, *every], changed, **shown)
+    for event in (from_form, from_upload):
+        event.then(None, [address], js=_WRITE_ADDRESS)
+    page.load(open_address, None, [*every, result], **shown)
+
+
+def _planned_form(values: dict[str, Any]) -> tuple[Any, str]:
+    """Return the result for the values of all fields, and its address; an empty one where they cannot be read."""
+    try:
+        settings = settings_from_form(stated_by(values))
+    except ShardwrightError as error:
+        return faults_view(error), ""
+    return _result(settings), query_of(settings)
+
+
+def _planned_upload(content: bytes, values: dict[str, Any]) -> tuple[Any, Any, Any, str]:
+    """Return the new values of model and configuration, the result, and its address; a bad file changes no field."""
+    try:
+        packed = pack_config(content)
+    except ShardwrightError as error:
+        return gr.skip(), gr.skip(), faults_view(error), ""
+    return UPLOADED, packed, *_planned_form(values | {"model": UPLOADED, "config": packed})
+
+
+def _planned_address(query: str, names: list[str]) -> list[Any]:
+    """Return the values of the named fields, and the result; what cannot be read changes no field."""
+    try:
+        settings = settings_from_query(query)
+    except ShardwrightError as error:
+        return [*(gr.skip() for _ in names), faults_view(error)]
+    shown = shown_values(settings)
+    return [*(shown[name] for name in names), _result(settings)]
 
 
 def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton]:

@@ -85,7 +85,7 @@ class MemoryChart:
         return sum(term.bytes_of[phase] for term in self.terms)
 
 
-def memory_chart(plan: Plan) -> MemoryChart:
+def phases_chart(plan: Plan) -> MemoryChart:
     """Return the memory of the chosen layout by phase and term.
 
     Tensors are those of each phase. Runtime and communicators stay all the time; what the allocator reserves beyond
@@ -182,7 +182,7 @@ class Layout:
     """Why it was taken, or what it loses."""
 
 
-def layout_of(candidate: Evaluated, *, chosen: bool = False) -> Layout:
+def shown_layout(candidate: Evaluated, *, chosen: bool = False) -> Layout:
     """Return a candidate as the page shows it."""
     strategy, gpu, name = candidate.strategy, candidate.memory.gpu, display_name(candidate.strategy)
     kind: LayoutKind = "fits" if candidate.memory.fits else "too large"

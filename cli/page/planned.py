@@ -23,9 +23,9 @@ from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, pa
 from ...ds_configs.specs.model import ModelSpec
 from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
 from ...plugins.planning.models import LoadedModel, model_from_source
-from ..gallery import entry_names, load_entry
-from ..planning import make_plan
-from ..run_questions import answers, question_faults, shown_answers
+from ..planning.gallery import entry_names, load_entry
+from ..planning.run_questions import answers, question_faults, shown_answers
+from ..planning.stated import plan_stated
 from .address import CONFIG_FILE, HARDWARE_FILE, PageSettings, unpack_config
 
 _LINKS = ("link_bytes_per_s", "network_bytes_per_s")
@@ -76,7 +76,7 @@ def planned(settings: PageSettings) -> Planned:
     if faults:
         raise UsageError(faults)
     loaded = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
-    plan = make_plan(model, hardware, settings, notify=remarks.append, loaded=loaded)
+    plan = plan_stated(model, hardware, settings, notify=remarks.append, loaded=loaded)
     return Planned(
         plan=plan,
         settings=settings,

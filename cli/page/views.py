@@ -16,7 +16,7 @@ from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.units import gigabytes, human_count
 from ..options import CheckedFor
 from .address import command_of, is_shared_by
-from .charts import layout_chart, layout_of, memory_chart, time_rows
+from .charts import layout_chart, phases_chart, shown_layout, time_rows
 from .planned import Planned, archive
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def shown_seconds(seconds: float) -> str:
 def plan_view(found: Planned) -> str:
     """Return a plan with its charts, its alternatives and its files, which lie in the link to download them."""
     plan = found.plan
-    chosen = layout_of(plan.chosen, chosen=True)
-    layouts = [chosen, *map(layout_of, plan.rejected)]
+    chosen = shown_layout(plan.chosen, chosen=True)
+    layouts = [chosen, *map(shown_layout, plan.rejected)]
     texts = {name: content for name, content in found.files.items() if isinstance(content, str)}
     return _render(
         "plan",
@@ -72,7 +72,7 @@ def plan_view(found: Planned) -> str:
         host=plan.chosen.memory.host,
         time=plan.chosen.time,
         remarks=list(_remarks(found)),
-        memory=memory_chart(plan),
+        memory=phases_chart(plan),
         times=time_rows(plan.chosen.time),
         layouts=layouts,
         chart=layout_chart(layouts, plan.pareto, capacity_bytes=plan.hardware.gpu_bytes),
@@ -100,7 +100,7 @@ def _remarks(found: Planned) -> Iterator[tuple[str, str]]:
 
 def misfit_view(error: PlanDoesNotFitError) -> str:
     """Return what was tried, and what would fit."""
-    layouts = [layout_of(candidate) for candidate in error.tried]
+    layouts = [shown_layout(candidate) for candidate in error.tried]
     chart = layout_chart(layouts, (), capacity_bytes=error.hardware.gpu_bytes)
     closest = str(error).splitlines()[0]
     return _render("misfit", error=error, closest=closest, layouts=layouts, chart=chart)

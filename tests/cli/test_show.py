@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from shardwright.cli.gallery import load_entry
+from shardwright.cli.planning.gallery import load_entry
 from shardwright.cli.show import print_compared, print_rows, show_next, show_plan
 from shardwright.ds_configs.specs.units import gigabytes
 

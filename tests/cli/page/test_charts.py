@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.cli.gallery import entry_names, load_entry
 from shardwright.cli.page.charts import (
     decade_numbers,
     layout_chart,
-    layout_of,
-    memory_chart,
+    phases_chart,
     round_numbers,
+    shown_layout,
     time_rows,
 )
+from shardwright.cli.planning.gallery import entry_names, load_entry
 
 
 @pytest.mark.parametrize("name", entry_names())
 def test_stacks_add_up_to_what_the_plan_says(name):
     plan = load_entry(name)
-    chart, gpu = memory_chart(plan), plan.chosen.memory.gpu
+    chart, gpu = phases_chart(plan), plan.chosen.memory.gpu
     assert chart.total(chart.peak) == pytest.approx(gpu.peak_bytes, abs=1)
     assert set(chart.phases) == set(gpu.phases)
     overheads = {"allocator fragmentation", "runtime context", "communicators"}
@@ -40,7 +40,7 @@ def test_stacks_add_up_to_what_the_plan_says(name):
 @pytest.mark.parametrize("name", entry_names())
 def test_every_candidate_lies_in_the_chart_at_its_place(name):
     plan = load_entry(name)
-    layouts = [layout_of(plan.chosen, chosen=True), *map(layout_of, plan.rejected)]
+    layouts = [shown_layout(plan.chosen, chosen=True), *map(shown_layout, plan.rejected)]
     chart = layout_chart(layouts, plan.pareto, capacity_bytes=plan.hardware.gpu_bytes)
     assert len(chart.marks) == len(layouts) and chart.marks[-1].kind == "chosen"
     assert all(0 < mark.x < 100 and 0 < mark.y < 100 for mark in (*chart.marks, *chart.frontier))
@@ -57,7 +57,7 @@ def test_a_measured_allocator_that_stayed_below_zero_takes_no_place():
     gpu = plan.chosen.memory.gpu
     moved = replace(gpu, terms=gpu.terms | {"allocator_fragmentation": -5 * 10**8})
     memory = replace(plan.chosen.memory, gpu=moved)
-    chart = memory_chart(replace(plan, chosen=replace(plan.chosen, memory=memory)))
+    chart = phases_chart(replace(plan, chosen=replace(plan.chosen, memory=memory)))
     (term,) = (term for term in chart.terms if term.name == "allocator fragmentation")
     assert chart.place(term.bytes_of[chart.peak]) == 0
 

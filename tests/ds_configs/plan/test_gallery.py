@@ -10,7 +10,7 @@ import pytest
 from gallery import read_configs
 from paths import ROOT
 from planning import MODELS
-from shardwright.cli.gallery import entry_names, load_entry
+from shardwright.cli.planning.gallery import entry_names, load_entry
 from shardwright.ds_configs.check.files import run_check
 from shardwright.ds_configs.plan.files import render_files
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plans

@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 
-from .. import ds_configs
-from ..ds_configs.plan.plan import Plan
-from ..ds_configs.specs.errors import Fault, UsageError
+from ... import ds_configs
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import Fault, UsageError
 
 
 def entry_names() -> list[str]:
@@ -24,7 +24,7 @@ def load_entry(name: str) -> Plan:
     """
     names = entry_names()
     if name not in names:
-        from ..ds_configs.quantization.recipe import recipe_names
+        from ...ds_configs.quantization.recipe import recipe_names
 
         near = get_close_matches(name, [*names, *recipe_names()], n=3, cutoff=0.3)
         raise UsageError(

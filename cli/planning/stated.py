@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ..ds_configs.plan.plan import Plan
-from ..ds_configs.specs.hardware import HardwareSpec
-from ..ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision
-from ..ds_configs.specs.settings import (
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision
+from ...ds_configs.specs.settings import (
     HardwareSettings,
     LayoutSettings,
     TeacherPlacementSettings,
     TrainingSettings,
 )
+from ..settings import grouped
 from .run_questions import RunQuestions
-from .settings import grouped
 
 if TYPE_CHECKING:
-    from ..plugins.planning.models import LoadedModel
+    from ...plugins.planning.models import LoadedModel
 
 
 @grouped
@@ -45,7 +45,7 @@ class PlanSettings(RunQuestions, LayoutSettings, TeacherPlacementSettings, Train
     teacher: str | None = Field(None, description="A frozen second model for distillation")
 
 
-def make_plan(
+def plan_stated(
     model: str | LoadedModel,
     hardware: str | HardwareSpec,
     settings: PlanSettings,
@@ -71,7 +71,7 @@ def make_plan(
         RefusedInputError: the model's files are corrupt, absurd or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    from ..plugins.planning.from_names import plan
+    from ...plugins.planning.from_names import plan
 
     others = {"hardware", *RunQuestions.model_fields}
     if isinstance(hardware, HardwareSpec):
