@@ -1,8 +1,8 @@
 """Every causal language model and encoder-decoder of Transformers: distillation, rounding, `quantize`, sp, tp and pp.
 
-`python benchmarks/families.py --write` trains them all, small, and writes docs/measurements/families.md; names of
-classes sweep these alone. Each cell passes, is refused with a reason, or is broken, which fails the command. It takes a
-quarter of an hour on two cores. `--records FILE` keeps what was found, and goes on where a file ends.
+`python benchmarks/families.py --write` trains them all, small, and writes docs/measurements/family_trainers.md; names
+of classes sweep these alone. Each cell passes, is refused with a reason, or is broken, which fails the command. It
+takes a quarter of an hour on two cores. `--records FILE` keeps what was found, and goes on where a file ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
-PAGE = ROOT / "docs" / "measurements" / "families.md"
+PAGE = ROOT / "docs" / "measurements" / "family_trainers.md"
 MARKS = {"passes": "✓", "refused": "refused", "late": "refused at the check", "broken": "**broken**"}
 _LATE = "the checkpoint did not pass"
 
@@ -30,7 +30,7 @@ def main() -> int:
     """Sweep, and write or print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("classes", nargs="*", help="default: all")
-    parser.add_argument("--write", action="store_true", help="write docs/measurements/families.md")
+    parser.add_argument("--write", action="store_true", help="write docs/measurements/family_trainers.md")
     parser.add_argument("--records", type=Path, help="a file of JSON lines, one for each cell")
     flags = parser.parse_args()
     known = [tuple(json.loads(line)[:4]) for line in _lines(flags.records)]
@@ -91,7 +91,7 @@ def page(rows: Iterable[Row]) -> str:
     counts = Counter((check, own[check][0]) for own in built.values() for check in checks if check in own)
     reasons: dict[str, int] = {}
     lines = [
-        "# Every family of Transformers",
+        "# Trainers of every family",
         "",
         f"The {len(cells)} causal language models and encoder-decoders of the installed Transformers, each as small as",
         "its configuration allows, with random weights. `python benchmarks/families.py --write` makes this page.",

@@ -1,7 +1,7 @@
 """Plans of many families: parameters, seconds, where activation bytes come from, and which layouts are legal.
 
 `python benchmarks/family_plans.py` plans the default configuration of each family on eight H100; `--write` makes
-docs/measurements/family_plans.md, and keeps what was found beside this script, so that named families can be planned
+docs/measurements/families.md, and keeps what was found beside this script, so that named families can be planned
 alone. Parameters are compared with those of the class that Transformers builds.
 """
 
@@ -18,12 +18,16 @@ from typing import Any
 
 from memory_cases import AttentionCase
 from metered_launch import measure_cases
+from shardwright.ds_configs.legality.candidate import Candidate
+from shardwright.ds_configs.legality.model_rules import MODEL_RULES
 from shardwright.ds_configs.memory.activation_source import activations_are_stored
 from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 
 FOUND = Path(__file__).with_name("family_plans.json")
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "family_plans.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "families.md"
+EVERY_CLASS = Path(__file__).with_name("every_model.txt")
 HARDWARE = "8xH100-80GB"
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -147,89 +151,123 @@ def cases_of(families: Sequence[str]) -> list[AttentionCase]:
     return cases
 
 
+def refusal(case: AttentionCase) -> str | None:
+    """Return why the planner refuses a case, which then is not run."""
+    hardware = parse_hardware(f"{case.ranks}xCPU")
+    candidate = Candidate(strategy=case.strategy(), model=case.spec(), hardware=hardware, job=case.job())
+    return next((str(fault) for rule in MODEL_RULES if (fault := rule(candidate))), None)
+
+
 def metered(families: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the metered and the predicted bytes of shrunken models, by class and layout."""
+    """Return the metered bytes of shrunken models, by class and layout."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for record in measure_cases(cases_of(families), worker_file="memory_worker.py"):
+    cases = [case for case in cases_of(families) if refusal(case) is None]
+    for record in measure_cases(cases, worker_file="memory_worker.py"):
         run = f"{record['case']['layout']} {record['case']['method']}"
         values = {name: record[name] for name in ("peak_bytes", "failed") if name in record}
         found.setdefault(record["case"]["architecture"], {})[run] = values
     return found
 
 
-def predicted_bytes(family: str, run: str) -> int:
-    """Return the prediction of one of the metered runs."""
-    layout, method = run.split()
-    case = next(case for case in cases_of([family]) if (case.layout, case.method) == (layout, method))
-    terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
-    return max(sum(terms[name].values()) for name in terms if name != "init")
+class Metered:
+    """Cells of metered runs beside what is predicted now, their errors, and the reasons where there is no figure."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, list[float]] = {"stored": [], "upper bound": []}
+        self.reasons: list[str] = []
+        self.families: set[str] = set()
+        """Metered ones that plan from coefficients."""
+
+    def cells(self, row: dict[str, Any]) -> list[str]:
+        """Return one cell for each run of a class."""
+        family = next(family for family, architecture in CLASSES.items() if architecture == row["class"])
+        return [
+            self._cell(row, case, row.get("metered", {}).get(run, {}))
+            for run, case in zip(RUNS, cases_of([family]), strict=True)
+        ]
+
+    def _cell(self, row: dict[str, Any], case: AttentionCase, found: dict[str, Any]) -> str:
+        if "peak_bytes" in found and (refused := refusal(case)) is None:
+            terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+            error = max(sum(terms[name].values()) for name in terms if name != "init") / found["peak_bytes"] - 1
+            self.errors[row["source"]].append(error)
+            if row["source"] == "stored":
+                self.families.add(row["class"])
+            return f"{found['peak_bytes'] / 1e6:.1f} MB, {error:+.1%}"
+        refused = refusal(case)
+        reason = refused or found.get("failed")
+        if reason is None:
+            return ""
+        reason = f"{row['class']}: {reason}"
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return f"{'refused' if refused else 'fails'} ({self.reasons.index(reason) + 1})"
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]], meter: Metered) -> str:
     """Return the families as Markdown."""
-    lines = ["| class | parameters | of the built class | first plan | again | activations | chosen | legal |"]
-    lines.append("|---|--:|--:|--:|--:|---|---|---|")
+    titles = ["class", "parameters", "first plan", "again", "activations", "legal", *RUNS.values()]
+    lines = ["| " + " | ".join(titles) + " |", "|---|--:|--:|--:|---|---" + "|--:" * len(RUNS) + "|"]
     for row in rows:
-        same = "the same" if row["built"] == row["parameters"] else f"{row['built']:,}"
-        lines.append(
-            f"| {row['class']} | {row['parameters']:,} | {same} | {row['cold']:.2f} s | {row['warm']:.2f} s | "
-            f"{row['source']} | {row['chosen']} | {', '.join(row['legal'])} |"
-        )
+        same = "" if row["built"] == row["parameters"] else f" (built: {row['built']:,})"
+        cells = [row["class"], f"{row['parameters']:,}{same}", f"{row['cold']:.2f} s", f"{row['warm']:.2f} s"]
+        cells += [row["source"], ", ".join(row["legal"]), *meter.cells(row)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def metered_rows(rows: Sequence[dict[str, Any]]) -> tuple[str, dict[str, list[float]]]:
-    """Return what was metered beside what is predicted now as Markdown, and the errors by source of activations."""
-    types = {architecture: family for family, architecture in CLASSES.items()}
-    lines = ["| class | activations | " + " | ".join(RUNS.values()) + " |", "|---|---" + "|--:" * len(RUNS) + "|"]
-    errors: dict[str, list[float]] = {"stored": [], "upper bound": []}
-    for row in rows:
-        cells = []
-        for run in RUNS:
-            found = row.get("metered", {}).get(run, {})
-            if "peak_bytes" not in found:
-                cells.append(found.get("failed", ""))
-                continue
-            error = predicted_bytes(types[row["class"]], run) / found["peak_bytes"] - 1
-            errors[row["source"]].append(error)
-            cells.append(f"{found['peak_bytes'] / 1e6:.1f} MB, {error:+.1%}")
-        if any(cells):
-            lines.append(f"| {row['class']} | {row['source']} | {' | '.join(cells)} |")
-    return "\n".join(lines), errors
-
-
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """Return docs/measurements/family_plans.md."""
+    """Return docs/measurements/families.md."""
     exact = sum(row["built"] == row["parameters"] for row in rows)
-    lines, errors = metered_rows(rows)
-    stored, bounded = [abs(error) for error in errors["stored"]], errors["upper bound"]
-    families = sum(bool(row.get("metered")) and row["source"] == "stored" for row in rows)
+    meter = Metered()
+    lines = table(rows, meter)
+    stored, bounded = [abs(error) for error in meter.errors["stored"]], meter.errors["upper bound"]
     slowest = max(rows, key=lambda row: row["warm"])
-    return f"""# Plans of families
+    worst = max(stored, default=0.0)
+    reasons = "\n".join(f"{number}. {reason}" for number, reason in enumerate(meter.reasons, 1))
+    return f"""# Families
 
-The default configuration of {len(rows)} classes, full training on `{HARDWARE}`.
+What a plan knows of {len(rows)} classes, and how true it is.
 `python benchmarks/family_plans.py --write` makes this page.
-{exact} of {len(rows)} have exactly the parameters of the class that Transformers builds on the meta device.
-The first plan of a class builds it there and loads its module; the slowest second plan takes
-{slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are those of one slow core, without waiting for others.
+What trains each class of Transformers is on [another page](family_trainers.md); how a family is added,
+in [a guide](../guides/add_a_family.md).
 
-Activations are *stored* where traced coefficients of the family ship with the package, and an *upper bound* from the
-model's structure elsewhere ([how](../explain/memory.md)). [How a family is added](../guides/add_a_family.md).
-Legal are engines and axes of the layouts that were weighed.
+- Plans are of the default configuration, full training on `{HARDWARE}`. {exact} of {len(rows)} have exactly the
+  parameters of the class that Transformers builds on the meta device. The first plan of a class builds it there and
+  loads its module; the slowest second plan takes {slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are those of
+  one slow core, without waiting for others.
+- Activations are *stored* where traced coefficients of the family ship with the package (`ds_configs/data`), and an
+  *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)).
+- Legal are engines and axes of the layouts that were weighed.
+- The last four columns are metered: a shrunken model (widths of 256, sequences of {SEQ_LEN_TOKENS} tokens, bf16, no
+  dropout) trains on two CPU ranks through the stock Trainer with the byte meter on, all its weights or adapters on
+  every linear layer; a cell is the peak of the fullest rank, and the error of its prediction.
+  `python benchmarks/family_plans.py --meter --write` trains them again.
 
-{table(rows)}
-
-## Metered
-
-A shrunken model of each family (widths of 256, sequences of {SEQ_LEN_TOKENS} tokens, bf16, no dropout) trains on two
-CPU ranks through the stock Trainer with the byte meter on, under ZeRO-2 and ZeRO-3, all its weights or adapters on
-every linear layer; a cell is the peak of the fullest rank, and the error of its prediction.
-`python benchmarks/family_plans.py --meter --write` trains them again.
-
-Stored: {families} families, {len(stored)} runs, MAPE {mean(stored or [0.0]):.2%}, worst {max(stored, default=0.0):.2%}.
+Stored: {len(meter.families)} families, {len(stored)} runs, MAPE {mean(stored or [0.0]):.2%}, worst {worst:.2%}.
 {_bounded(bounded)}
 
 {lines}
+
+## Not metered
+
+{reasons}
+{every_class()}"""
+
+
+def every_class() -> str:
+    """Return what planning every class of Transformers came to, as `tools/every_model.py` printed it."""
+    if not EVERY_CLASS.exists():
+        return ""
+    return f"""
+## Every class of Transformers
+
+`python tools/every_model.py` plans every causal, encoder-decoder, masked, vision and image-text class of the installed
+Transformers, two layers deep. A crash, or more than ten seconds of one core, is broken.
+
+```
+{EVERY_CLASS.read_text(encoding="utf-8").strip()}
+```
 """
 
 
@@ -251,7 +289,7 @@ def main() -> None:
     if options.meter:
         for architecture, runs in found.items():
             known[architecture]["metered"] = known[architecture].get("metered", {}) | runs
-            print(metered_rows([known[architecture]])[0].splitlines()[-1], flush=True)
+            print(table([known[architecture]], Metered()).splitlines()[-1], flush=True)
     with tempfile.TemporaryDirectory() as directory:
         for model_type in () if options.meter else options.families or CLASSES:
             path, architecture = Path(directory) / "config.json", CLASSES[model_type]
@@ -264,7 +302,7 @@ def main() -> None:
                 | {"built": built_parameters(config)}
             )
             known[architecture] = row
-            print(table([row]).splitlines()[-1], flush=True)
+            print(table([row], Metered()).splitlines()[-1], flush=True)
     rows = [known[architecture] for architecture in CLASSES.values() if architecture in known]
     if options.write:
         FOUND.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..specs.errors import Fault
 from ..specs.job import CHUNKED_LOSS_FAMILIES
-from ..specs.model import targeted_linears
+from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
 from .candidate import Candidate, Rule
 
 
@@ -75,10 +75,41 @@ def lora_targets_exist(candidate: Candidate) -> Fault | None:
     missing = [target for target in candidate.job.lora_targets if not targeted_linears(candidate.model, (target,))]
     if not missing:
         return None
-    linears = targeted_linears(candidate.model, ("all-linear",))
-    names = sorted({linear.module.rpartition(".")[2] for linear in linears})
-    fix = f"use all-linear or names among {', '.join(names)}" if names else "use --method full"
+    names = ", ".join(_adaptable_names(candidate.model))
+    fix = f"use all-linear or names among {names}" if names else "use --method full"
     return Fault(where="lora_targets", value=",".join(missing), rule="match no Linear module", fix=fix)
+
+
+def lora_targets_can_be_adapted(candidate: Candidate) -> Fault | None:
+    """PEFT takes what is made from Linear for one, whatever it returns, and refuses some modules of Mamba layers.
+
+    Llama 4's router returns scores and logits, and the adapter's addition fails on the pair (PEFT 0.21,
+    tuners/lora/layer.py).
+    """
+    if candidate.job.method == "full":
+        return None
+    model, targets = candidate.model, candidate.job.lora_targets
+    everything = "all-linear" in targets
+    routers = [p for p in model.parameters if p.kind == "router" and p.name.endswith(".weight")]
+    routers = [p for p in routers if everything or p.module.rpartition(".")[2] in targets]
+    refused = [p for p in targeted_linears(model, targets) if _is_refused(p, model)]
+    if routers:
+        rule = f"include {routers[0].module}, which returns more than a product, and PEFT adds to one alone"
+    elif refused:
+        rule = f"include {refused[0].module}, which PEFT refuses in Mamba layers: their kernels read its weight"
+    else:
+        return None
+    fix = f"use names among {', '.join(_adaptable_names(model))}"
+    return Fault(where="lora_targets", value=",".join(targets), rule=rule, fix=fix)
+
+
+def _adaptable_names(model: ModelSpec) -> list[str]:
+    linears = targeted_linears(model, ("all-linear",))
+    return sorted({linear.module.rpartition(".")[2] for linear in linears if not _is_refused(linear, model)})
+
+
+def _is_refused(linear: ParameterShape, model: ModelSpec) -> bool:
+    return model.model_type in MAMBA_TYPES and linear.module.rpartition(".")[2] in NOT_ADAPTED_IN_MAMBA
 
 
 def unseen_code_is_trained_whole(candidate: Candidate) -> Fault | None:
@@ -111,6 +142,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     sequence_fits_the_positions,
     chunked_loss_is_supported,
     lora_targets_exist,
+    lora_targets_can_be_adapted,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     sharded_parameters_have_dimensions,

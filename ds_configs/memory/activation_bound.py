@@ -193,7 +193,7 @@ def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
             routed = max(1, size.experts_per_token)
             inner = shape[1] if shape[2] == width else shape[2]
             total += parameter.count * routed * (element * (_INSIDE_MLP * inner + 2 * width) + 8)
-        elif len(shape) == 2 and parameter.kind in ("linear", "other"):
+        elif len(shape) == 2 and parameter.kind in ("linear", "router", "other"):
             total += parameter.count * element * _copies(parameter, width, size.num_experts, size.experts_per_token)
     return ceil(stack.tokens * total)
 

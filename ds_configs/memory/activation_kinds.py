@@ -85,10 +85,18 @@ def feature(name: str, factors: Mapping[str, int]) -> int:
 
 
 def layer_counts(model: ModelSpec, kinds: Mapping[str, str]) -> dict[str, int]:
-    """Return the layers of each kind, by the parameter that each of them holds once or by `layer_types=NAME`."""
+    """Return the layers of each kind, by the parameter that each of them holds once or by `layer_types=NAME`.
+
+    `ONE - OTHER` counts layers with one mark and without the other.
+    """
     held: dict[str, Any] = {parameter.name: parameter.count for parameter in model.parameters if parameter.in_layer}
     held |= {name: count for name, count in model.settings if "=" in name}
-    return {kind: held.get(mark, 0) for kind, mark in kinds.items()}
+
+    def counted(mark: str) -> int:
+        first, *others = (int(held.get(name, 0)) for name in mark.split(" - "))
+        return max(0, first - sum(others))
+
+    return {kind: counted(mark) for kind, mark in kinds.items()}
 
 
 @lru_cache(maxsize=4096)

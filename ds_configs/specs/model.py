@@ -11,7 +11,7 @@ from typing import Literal
 from .dimensions import Dimensions
 
 Group = Literal["embedding", "attention", "mlp", "experts", "norm", "head", "other"]
-ParameterKind = Literal["linear", "embedding", "norm", "experts", "bias", "other"]
+ParameterKind = Literal["linear", "router", "embedding", "norm", "experts", "bias", "other"]
 
 LEAF_MOE_BLOCKS = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Model types whose sparse block DeepSpeed gathers as one unit (deepspeed/runtime/zero/leaf_module_config.py:11)."""
@@ -25,6 +25,11 @@ ADAPTED_MIXTURES = frozenset(
 """Model types whose router and fused experts PEFT 0.21 adapts under `all-linear`
 (peft/utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`); others' experts, such as gpt-oss's, stay
 frozen."""
+
+NOT_ADAPTED_IN_MAMBA = ("out_proj", "conv1d")
+MAMBA_TYPES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
+"""PEFT 0.21 refuses to adapt these modules of these model types (peft/tuners/tuners_utils.py,
+`_check_lora_target_modules_mamba`): kernels read their weights past the modules' forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from .kind_sizes import (
     draw_falcon,
     draw_gpt_neox,
     draw_grouped_experts,
+    draw_llama4,
     draw_opt,
     draw_t5,
     draw_vit,
@@ -43,7 +44,7 @@ class KindFamily:
     """The configuration with a number of layers of each kind."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """For each kind of layer, in the order of execution, a parameter that every layer of it holds once; or
-    `layer_types=NAME` where `config.json` alone tells them apart."""
+    `layer_types=NAME` where `config.json` alone tells them apart; `ONE - OTHER` where another kind holds it too."""
     interleaved: bool = False
     """Whether kinds take turns."""
     settings: tuple[str, ...] = ()
@@ -95,8 +96,9 @@ def _llama4(values: Values, depths: Mapping[str, int]) -> Values:
     kinds = taking_turns(depths)
     return values | {
         "num_hidden_layers": len(kinds),
-        "layer_types": [f"{kind}_attention" for kind in kinds],
-        "no_rope_layers": [int(kind == "chunked") for kind in kinds],
+        "layer_types": ["full_attention" if kind == "full" else "chunked_attention" for kind in kinds],
+        "no_rope_layers": [int(kind != "full") for kind in kinds],
+        "moe_layers": [number for number, kind in enumerate(kinds) if kind != "dense"],
     }
 
 
@@ -112,7 +114,13 @@ def taking_turns(depths: Mapping[str, int]) -> list[str]:
 
 
 _ROUTED = (
-    *("experts", "token*experts", "token*experts_per_token", "token*experts_per_token*hidden_size"),
+    *(
+        "experts",
+        "experts*hidden_size",
+        "token*experts",
+        "token*experts_per_token",
+        "token*experts_per_token*hidden_size",
+    ),
     *("token*experts_per_token*expert_intermediate_size", "token*experts_per_token*experts"),
 )
 _GROUPED_WIDTHS = ("hidden_size", "query_size", "key_value_size", "attention_heads", "key_value_heads", "vocab_size")
@@ -120,6 +128,7 @@ _LATENT: dict[str, Any] = {
     "widths": (
         *("hidden_size", "intermediate_size", "attention_heads", "vocab_size", "kv_lora_rank", "q_lora_rank"),
         *("qk_rope_head_dim", "attention_heads*qk_nope_head_dim", "attention_heads*qk_rope_head_dim"),
+        *("attention_heads*v_head_dim",),
         "n_shared_experts*expert_intermediate_size",
     ),
     "more": (*_TEXT, "token*position*attention_heads", "position*qk_rope_head_dim", *_ROUTED),
@@ -128,7 +137,6 @@ _LATENT: dict[str, Any] = {
         "dense": "model.layers.*.mlp.down_proj.weight",
         "routed": "model.layers.*.mlp.shared_experts.down_proj.weight",
     },
-    "adapters": ("none",),
     "attentions": ("fused",),
 }
 """Latent attention, its first layers dense (DeepSeek)."""
@@ -216,7 +224,10 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         **_LATENT,
     ),
     "DeepseekV3ForCausalLM": KindFamily(
-        model_type="deepseek_v3", sizes=draw_deepseek_v3, settings=("hidden_act", "norm_topk_prob"), **_LATENT
+        model_type="deepseek_v3",
+        sizes=draw_deepseek_v3,
+        settings=("hidden_act", "norm_topk_prob"),
+        **(_LATENT | {"more": (*_LATENT["more"], "token*n_group", "token*topk_group")}),
     ),
     "GptOssForCausalLM": KindFamily(
         model_type="gpt_oss",
@@ -230,14 +241,21 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     ),
     "Llama4ForCausalLM": KindFamily(
         model_type="llama4_text",
-        sizes=draw_grouped_experts,
-        widths=(*_GROUPED_WIDTHS, "expert_intermediate_size", "expert_intermediate_size*experts"),
+        sizes=draw_llama4,
+        widths=(
+            *_GROUPED_WIDTHS,
+            *("intermediate_size_mlp", "expert_intermediate_size", "expert_intermediate_size*experts"),
+        ),
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "token*experts*hidden_size", *_ROUTED),
         depth=_llama4,
-        kinds={"chunked": "layer_types=chunked_attention", "full": "layer_types=full_attention"},
+        kinds={
+            "dense": "model.layers.*.feed_forward.down_proj.weight",
+            "chunked": "layer_types=chunked_attention - model.layers.*.feed_forward.down_proj.weight",
+            "full": "layer_types=full_attention",
+        },
         interleaved=True,
-        settings=("hidden_act", "interleave_moe_layer_step", "use_qk_norm", "attn_temperature_tuning"),
-        attentions=("fused",),
+        settings=("hidden_act", "use_qk_norm", "attn_temperature_tuning"),
+        attentions=("fused", "math"),
         adapters=("none",),
     ),
     "T5ForConditionalGeneration": KindFamily(

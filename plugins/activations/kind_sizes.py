@@ -146,21 +146,20 @@ def _experts(choose: random.Random, *, count: str) -> Values:
 
 
 def draw_deepseek(choose: random.Random) -> Values:
-    """Draw sizes of DeepSeek-V2."""
+    """Draw sizes of DeepSeek-V2; values are narrower than queries, as in its published sizes."""
     heads = choose.choice([2, 3, 4, 6])
-    rotated, plain = choose.choice([8, 16, 24]), choose.choice([8, 16, 24, 32])
+    rotated, plain = choose.choice([8, 16, 24]), choose.choice([16, 24, 32])
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "hidden_size": 8 * choose.randint(9, 30),
+        "hidden_size": 8 * heads * choose.randint(3, 10),
         "intermediate_size": 8 * choose.randint(12, 50),
         "moe_intermediate_size": 8 * choose.randint(6, 30),
         "kv_lora_rank": 8 * choose.randint(2, 9),
         "q_lora_rank": 8 * choose.randint(2, 9),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": plain,
-        # Narrower values have no fused kernel on the CPU, as they do on a GPU: they are counted as wide as the queries.
-        "v_head_dim": rotated + plain,
+        "v_head_dim": choose.choice([8, 16, plain]),
         "head_dim": rotated,
         "n_shared_experts": choose.choice([1, 2, 3]),
         **_experts(choose, count="n_routed_experts"),
@@ -170,7 +169,12 @@ def draw_deepseek(choose: random.Random) -> Values:
 
 def draw_deepseek_v3(choose: random.Random) -> Values:
     """Draw sizes of DeepSeek-V3, its experts in groups."""
-    return draw_deepseek(choose) | {"n_routed_experts": choose.choice([8, 12, 20, 24]), "n_group": 2, "topk_group": 1}
+    groups = choose.choice([2, 4])
+    return draw_deepseek(choose) | {
+        "n_routed_experts": groups * choose.choice([4, 5, 6, 7]),
+        "n_group": groups,
+        "topk_group": choose.choice([1, 2]),
+    }
 
 
 def draw_grouped_experts(choose: random.Random) -> Values:
@@ -180,3 +184,8 @@ def draw_grouped_experts(choose: random.Random) -> Values:
         "hidden_size": 24 * choose.randint(3, 10),
         **_experts(choose, count="num_local_experts"),
     }
+
+
+def draw_llama4(choose: random.Random) -> Values:
+    """Draw sizes of Llama 4, its dense layers wider than its experts."""
+    return draw_grouped_experts(choose) | {"intermediate_size_mlp": 8 * choose.randint(51, 80)}

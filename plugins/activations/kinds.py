@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -21,11 +21,15 @@ from .families import attention_kernel
 from .fit import DEEP_LAYERS, SHALLOW_LAYERS, SPARE_SHAPES, Candidate, TraceError, above_head, solve
 from .kind_families import KIND_FAMILIES, KindFamily
 from .kind_sizes import Values
-from .run import Phases, enable_checkpointing, run_training_step
+from .run import Phases, TracedStep, enable_checkpointing, trace_training_step
 
 _DRAWN_SHAPES = 64
 # No batch size: an adapter's matrix would look like one vector of each sequence.
 _LORA_RANKS = (4, 8, 12, 16)
+_COUNTS = frozenset(
+    ["token", "sequence", "sequence*patches", "sequence*max_source_positions", "sequence*vision_config.patches"]
+)
+_ADAPTED_EXPERTS = ("experts", "hidden_size", "experts*hidden_size", "experts*expert_intermediate_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +102,9 @@ def build_model(
         # As in `families.py`: PEFT holds adapters in float32 where the base is 16-bit under autocast.
         rank = shape.lora_rank
         model = get_peft_model(
-            model.to(torch.bfloat16), LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0)
+            model.to(torch.bfloat16),
+            # A scale of one would leave out an operator.
+            LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0),
         )
     if adapter == "none" or mode != "bf16_autocast":
         model = model.to(torch.bfloat16 if mode == "bf16" else torch.float32)
@@ -141,7 +147,7 @@ def run_shape(
     adapter: Adapter,
     attention: str,
     checkpointing: bool,
-) -> Phases:
+) -> TracedStep:
     """Meter one training step of one shape."""
     model = build_model(
         architecture, shape, depths, mode=mode, adapter=adapter, checkpointing=checkpointing, attention=attention
@@ -150,7 +156,7 @@ def run_shape(
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     layers = _layers_as_they_run(base, KIND_FAMILIES[architecture], depths)
     with attention_kernel(attention):
-        return run_training_step(model, model_inputs(architecture, shape, base), mode=mode, layers=layers, head=head)
+        return trace_training_step(model, model_inputs(architecture, shape, base), mode=mode, layers=layers, head=head)
 
 
 def _layers_as_they_run(model: Any, family: KindFamily, depths: Mapping[str, int]) -> list[torch.nn.Module]:
@@ -181,37 +187,36 @@ class _Measured:
         return {kind: layers[place] for kind, place in places.items()}
 
 
-def _measure(architecture: str, shape: KindShape, **how: Any) -> _Measured:
+def _measure(architecture: str, shapes: Sequence[KindShape], **how: Any) -> list[_Measured]:
     kinds = KIND_FAMILIES[architecture].kinds
     shallow = dict.fromkeys(kinds, SHALLOW_LAYERS)
-    base = run_shape(architecture, shape, shallow, **how)
-    per_layer = {}
+    base = _phases([run_shape(architecture, shape, shallow, **how) for shape in shapes], architecture)
+    per_layer: list[dict[str, int]] = [{} for _ in shapes]
     for kind in kinds:
-        deep = run_shape(architecture, shape, shallow | {kind: DEEP_LAYERS}, **how)
-        per_layer[kind], rest = divmod(deep.head_start - base.head_start, DEEP_LAYERS - SHALLOW_LAYERS)
-        if rest:
-            raise TraceError(f"{architecture}: layers of kind {kind} keep different numbers of bytes")
-    return _Measured(per_layer=per_layer, shallow=base)
+        depths = shallow | {kind: DEEP_LAYERS}
+        deep = _phases([run_shape(architecture, shape, depths, **how) for shape in shapes], architecture)
+        for found, less, more in zip(per_layer, base, deep, strict=True):
+            found[kind], rest = divmod(more.head_start - less.head_start, DEEP_LAYERS - SHALLOW_LAYERS)
+            if rest:
+                raise TraceError(f"{architecture}: layers of kind {kind} keep different numbers of bytes")
+    return [_Measured(per_layer=found, shallow=less) for found, less in zip(per_layer, base, strict=True)]
+
+
+def _phases(steps: Sequence[TracedStep], what: str) -> list[Phases]:
+    """Cut steps of one model in many sizes: an activation looks like a weight in a few of them, a gradient in all."""
+    if len({len(step.recording.shapes) for step in steps}) > 1:
+        raise TraceError(f"{what}: shapes make different numbers of tensors")
+    weight_shaped = frozenset.intersection(*(step.weight_shaped for step in steps))
+    return [step.phases(weight_shaped) for step in steps]
 
 
 def candidate_features(family: KindFamily, adapter: Adapter) -> list[str]:
     """Return the names of all features that the family's bytes may depend on."""
     names = [*family.more, *(f"token*{width}" for width in family.widths)]
     if adapter != "none":
-        names += [f"{name}*lora_rank" for name in _counts_of(names)]
+        names += [f"{name}*lora_rank" for name in names if name in _COUNTS]
+        names += [f"{name}*lora_rank" for name in _ADAPTED_EXPERTS if "experts" in names]
     return list(dict.fromkeys(names))
-
-
-def _counts_of(names: Iterable[str]) -> list[str]:
-    """Return what counts tokens, frames and patches among features."""
-    counts = {
-        "token",
-        "sequence",
-        "sequence*patches",
-        "sequence*max_source_positions",
-        "sequence*vision_config.patches",
-    }
-    return [name for name in names if name in counts]
 
 
 def independent_features(names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> list[str]:
@@ -248,8 +253,8 @@ def derive_kind_table(architecture: str, *, mode: Mode, adapter: Adapter, attent
     shapes, rows = shapes[:count], rows[:count]
     design = np.array([[row[name] for name in names] for row in rows], dtype=np.int64)
     how: dict[str, Any] = {"mode": mode, "adapter": adapter, "attention": attention}
-    plain = [_measure(architecture, shape, checkpointing=False, **how) for shape in shapes]
-    checkpointed = [_measure(architecture, shape, checkpointing=True, **how) for shape in shapes]
+    plain = _measure(architecture, shapes, checkpointing=False, **how)
+    checkpointed = _measure(architecture, shapes, checkpointing=True, **how)
     return {"features": names, **_solved(family, design, names, plain, checkpointed, f"{architecture} {how}")} | {
         "weight_copy_bytes_per_parameter": 2
         if mode == "bf16_autocast" and all(case.shallow.weight_copy_bytes > 0 for case in plain)

@@ -53,6 +53,16 @@ class Recording:
         known = {_sizes(parameter.shape) for parameter in parameters}
         return {number for number, shape in enumerate(self.shapes) if _sizes(shape) in known}
 
+    def matrices_before(self, name: str) -> set[int]:
+        """Storages of two dimensions, without ones, that were made before a mark."""
+        made: set[int] = set()
+        for number, value in self.steps:
+            if number == MARK and self.mark_names[value] == name:
+                break
+            if number >= 0 and len(_sizes(self.shapes[number])) == 2:
+                made.add(number)
+        return made
+
 
 def _sizes(shape: Iterable[int]) -> tuple[int, ...]:
     """Sizes in any order and without ones: weight gradients come transposed, bias gradients with ones in front."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..transformers.selective_checkpointing import product_keeping_contexts
 from .meter import Recording, StorageMeter
+from .narrow_values import fused_attention_of_narrow_values, values_are_narrow
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 
@@ -29,7 +30,8 @@ class CudaSemantics(TorchFunctionMode):
     """Makes CPU tensors keep what CUDA tensors would keep (torch 2.13).
 
     Under autocast, functions of CUDA's float32 list get float32 inputs. Dropout saves a mask of one byte per element,
-    as the fused CUDA kernel does; the CPU default saves scaled noise in the input's type.
+    as the fused CUDA kernel does; the CPU default saves scaled noise in the input's type. Fused attention takes values
+    narrower than the queries.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,6 +39,8 @@ class CudaSemantics(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.nn.functional.dropout:
             return _fused_dropout(*args, **kwargs)
+        if func is torch.nn.functional.scaled_dot_product_attention and values_are_narrow(*args[:3]):
+            return fused_attention_of_narrow_values(*args[:3])
         listed = getattr(func, "__name__", "") in CUDA_FLOAT32_FUNCTIONS
         if listed and kwargs.get("dtype") is None and torch.is_autocast_enabled("cpu"):
             args = tuple(_widen(value) for value in args)
@@ -136,6 +140,26 @@ def _loss_of(outputs: Any) -> torch.Tensor:
     return loss
 
 
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """One metered training step, before it is known which storages are activations."""
+
+    recording: Recording
+    weight_shaped: frozenset[int]
+    """Storages shaped like a parameter: its gradients and copies, and what happens to have such a shape."""
+    gradients: frozenset[int]
+    """Storages of what ended as a parameter's gradient."""
+
+    def phases(self, weight_shaped: Set[int] | None = None) -> Phases:
+        """Return the live activation bytes by phase.
+
+        Args:
+            weight_shaped: Storages that are shaped like a parameter whatever the sizes, where several traces of the
+                same operators have told; by default those of this trace.
+        """
+        return _cut(self.recording, self.weight_shaped if weight_shaped is None else weight_shaped, self.gradients)
+
+
 def run_training_step(
     model: torch.nn.Module,
     inputs: Mapping[str, Any],
@@ -144,6 +168,18 @@ def run_training_step(
     layers: list[torch.nn.Module],
     head: torch.nn.Module | None,
 ) -> Phases:
+    """Return the live activation bytes of one training step, as `trace_training_step` meters it."""
+    return trace_training_step(model, inputs, mode=mode, layers=layers, head=head).phases()
+
+
+def trace_training_step(
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    mode: Mode,
+    layers: list[torch.nn.Module],
+    head: torch.nn.Module | None,
+) -> TracedStep:
     """Meters forward, loss and backward of `model` in training mode.
 
     `layers` are the transformer layers in the order of execution; `head` is the output projection, or `None` when
@@ -167,7 +203,18 @@ def run_training_step(
         for hook in hooks:
             hook.remove()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return _cut(meter.recording, parameters, meter.numbers_of(gradients))
+    recording = meter.recording
+    # Copies of weights in their own type are PEFT's sums of an expert's weight and adapters, which plans count as such.
+    adapted = {p.dtype for p in parameters} if any(not p.requires_grad for p in parameters) else set()
+    computed = {number for number in recording.matrices_before("kept") if recording.dtypes[number] not in adapted}
+    if mode == "bf16_autocast":
+        computed = set()
+    return TracedStep(
+        recording=recording,
+        # Weights in another type that the model computes itself, such as a router's in fp32, are kept like activations.
+        weight_shaped=frozenset(recording.weight_shaped(parameters) - computed),
+        gradients=frozenset(meter.numbers_of(gradients)),
+    )
 
 
 def _place_marks(
@@ -201,8 +248,7 @@ def _place_marks(
     return handles
 
 
-def _cut(recording: Recording, parameters: list[torch.Tensor], gradients: set[int]) -> Phases:
-    weight_like = recording.weight_shaped(parameters)
+def _cut(recording: Recording, weight_like: Set[int], gradients: Set[int]) -> Phases:
     spans: dict[str, list[int]] = {"": []}
     marks: dict[str, int] = {}
     current = ""

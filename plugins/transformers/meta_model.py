@@ -289,4 +289,22 @@ def _kind(owner: Any, name: str, parameter: Any) -> ParameterKind:
         return "experts"
     if name.endswith(".bias"):
         return "bias"
-    return "linear" if class_name in ("Linear", "Conv1D") else "other"
+    return _matrix_kind(owner) if parameter.dim() == 2 else "other"
+
+
+def _matrix_kind(owner: Any) -> ParameterKind:
+    """Kind of a matrix as PEFT sees it: classes made from Linear are one, and some return more than a product."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(owner, torch.nn.Linear | Conv1D):
+        return "other"
+    if type(owner).forward in (torch.nn.Linear.forward, Conv1D.forward):
+        return "linear"
+    try:
+        with torch.no_grad():
+            returned = owner(torch.empty(1, owner.in_features, dtype=owner.weight.dtype, device=owner.weight.device))
+    except Exception:
+        # A forward that takes something else cannot be adapted like a Linear either.
+        return "router"
+    return "linear" if isinstance(returned, torch.Tensor) else "router"

@@ -25,6 +25,17 @@ SCALAR = replace(
         ParameterShape(name="logit_scale", shape=(), count=1, group=LLAMA.parameters[0].group, kind="other"),
     ),
 )
+ROUTER = "model.layers.*.feed_forward.router.weight"
+ROUTED = replace(
+    LLAMA,
+    parameters=(*LLAMA.parameters, ParameterShape(name=ROUTER, shape=(4, 8), count=2, group="mlp", kind="router")),
+)
+OUT = "backbone.layers.*.mixer.out_proj.weight"
+MAMBA = replace(
+    LLAMA,
+    model_type="mamba",
+    parameters=(*LLAMA.parameters, ParameterShape(name=OUT, shape=(8, 8), count=2, group="other", kind="linear")),
+)
 WINDOWED = replace(LLAMA, sliding_window=1024)
 ZERO1 = Strategy(engine="deepspeed", zero_stage=1, dp_shard=8)
 ZERO3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
@@ -152,6 +163,8 @@ CASES = {
         "has no kernel for gpt2; use --loss eager",
     ),
     "lora targets": (ZERO1, {"method": "lora", "lora_targets": ("c_attn",)}, "names among down_proj, gate_proj"),
+    "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns more than a product"),
+    "lora mamba": (ZERO1, {"method": "lora", "model": MAMBA}, "mixer.out_proj, which PEFT refuses in Mamba layers"),
 }
 
 
@@ -173,6 +186,15 @@ def test_torch_still_sees_no_bytes_in_a_scalar():
     torch = pytest.importorskip("torch")
     with pytest.raises(RuntimeError, match="dim"):
         torch.zeros((), dtype=torch.bfloat16).view(torch.uint8)
+
+
+def test_targets_that_can_be_adapted_are_named_and_pass():
+    for model in (ROUTED, MAMBA):
+        fault = next(fault for fault in faults(ZERO1, model, method="lora") if "use names among" in fault)
+        names = tuple(fault.partition("use names among ")[2].split(", "))
+        assert "router" not in names
+        assert "out_proj" not in names
+        assert not any("lora_targets" in fault for fault in faults(ZERO1, model, method="lora", lora_targets=names))
 
 
 def test_every_rule_has_a_violation_above():

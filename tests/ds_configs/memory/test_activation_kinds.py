@@ -36,7 +36,7 @@ def assert_run_matches(architecture: str, mode: Mode, adapter: Adapter, *, check
     shape, depths = fresh_shape(architecture, adapter), deep(architecture)
     attention = KIND_FAMILIES[architecture].attentions[0]
     how: dict[str, Any] = {"mode": mode, "adapter": adapter, "attention": attention}
-    run = run_shape(architecture, shape, depths, checkpointing=checkpointing, **how)
+    run = run_shape(architecture, shape, depths, checkpointing=checkpointing, **how).phases()
     spec = model_spec_from_meta(config_at(architecture, shape.values, depths), name=architecture)
     told = estimate_kinds(
         spec,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from paths import TESTS
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_faults
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.ds_configs.specs.model import ADAPTED_MIXTURES, ModelSpec, ParameterShape, lora_parameter_count
+from shardwright.ds_configs.specs.model import (
+    ADAPTED_MIXTURES,
+    MAMBA_TYPES,
+    NOT_ADAPTED_IN_MAMBA,
+    ModelSpec,
+    ParameterShape,
+    lora_parameter_count,
+)
 from shardwright.plugins.planning.models import load_model_spec
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
@@ -280,14 +288,67 @@ def test_experts_that_peft_adapts_are_those_of_its_own_list() -> None:
 
 
 def test_lora_leaves_the_experts_of_gpt_oss_frozen_as_peft_does() -> None:
-    from peft import LoraConfig, get_peft_model
-
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
     more = {"num_hidden_layers": 2, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
-    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **sizes, **more}
+    assert_adapters_are_counted_as_peft_makes_them("gpt_oss", "GptOssForCausalLM", sizes | more)
+
+
+def test_lora_adapts_what_is_made_from_linear() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    assert_adapters_are_counted_as_peft_makes_them("falcon", "FalconForCausalLM", sizes)
+
+
+def assert_adapters_are_counted_as_peft_makes_them(model_type: str, architecture: str, sizes: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = {"model_type": model_type, "architectures": [architecture], **sizes}
     spec = model_spec_from_meta(config, name="m")
     lora = get_peft_model(build_meta_model(config, source="m"), LoraConfig(r=3, target_modules="all-linear"))
     assert lora.get_nb_trainable_parameters()[0] == lora_parameter_count(spec, rank=3, targets=["all-linear"])
+
+
+LLAMA4 = {
+    "model_type": "llama4_text",
+    "architectures": ["Llama4ForCausalLM"],
+    **{"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64},
+    **{"num_hidden_layers": 1, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_local_experts": 2},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+def test_a_router_made_from_linear_is_told_by_what_it_returns() -> None:
+    kinds = {p.name: p.kind for p in model_spec_from_meta(LLAMA4, name="m").parameters}
+    assert kinds["model.layers.*.feed_forward.router.weight"] == "router"
+    assert kinds["model.layers.*.self_attn.q_proj.weight"] == "linear"
+
+
+def test_peft_still_adds_to_one_product_alone() -> None:
+    # Once `all-linear` trains Llama 4, `lora_targets_can_be_adapted` can go for routers.
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def loss(targets: str | list[str]) -> Any:
+        model = get_peft_model(AutoModelForCausalLM.from_config(text), LoraConfig(r=2, target_modules=targets))
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        return model(input_ids=tokens, labels=tokens).loss
+
+    text = AutoConfig.for_model(**LLAMA4)
+    with pytest.raises(AttributeError, match="dtype"):
+        loss("all-linear")
+    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert loss(names).isfinite()
+
+
+def test_modules_that_peft_refuses_in_mamba_layers_are_those_of_its_own_list() -> None:
+    from inspect import getsource
+
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    source = getsource(_check_lora_target_modules_mamba)
+    assert f"incompatible_modules = {{{', '.join(map(json.dumps, NOT_ADAPTED_IN_MAMBA))}}}" in source
+    stated = set(re.findall(r'"(\w+)"', source.partition("mamba_model_types = {")[2].partition("}")[0]))
+    assert stated == MAMBA_TYPES
 
 
 def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Path) -> None:
