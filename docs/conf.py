@@ -29,6 +29,7 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_favicon = "_static/icon.svg"
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False
 html_theme_options = {"top_of_page_buttons": []}
 

@@ -145,7 +145,8 @@ def build(site: Path, *, only: Collection[str] = ()) -> int:
     from sphinx.ext.autodoc.mock import mock
 
     pages, doctrees = (site.with_name(f"{site.name}-{part}") for part in ("pages", "doctrees"))
-    shutil.rmtree(pages, ignore_errors=True)
+    for old in (pages, doctrees, *([site] if (site / ".buildinfo").is_file() else [])):
+        shutil.rmtree(old, ignore_errors=True)
     gather(pages)
     for page in pages.rglob("*.md") if only else ():
         if str(page.relative_to(pages)) not in only:

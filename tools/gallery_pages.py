@@ -60,15 +60,14 @@ class Shown:
 
     @property
     def kind(self) -> str:
-        """The accelerator without its memory: `A100` for `4x8xA100-80GB`."""
-        return self.plan.hardware.gpu.partition("-")[0]
+        """The accelerator, such as `A100-80GB`."""
+        return self.plan.hardware.gpu
 
     @property
     def counts(self) -> str:
-        """Where it stands in the column of its accelerator: `4x8, 80GB`."""
-        memory = self.plan.hardware.gpu.partition("-")[2]
-        counts = self.entry.hardware.removesuffix(self.plan.hardware.gpu).removesuffix("x").replace("x", "×")
-        return ", ".join(part for part in (counts, memory, self.entry.suffix) if part)
+        """What it is in the column of its accelerator: `4×8` for `4x8xA100-80GB`."""
+        counts = self.entry.hardware.removesuffix(self.kind).removesuffix("x").replace("x", "×")
+        return " ".join(part for part in (counts, self.entry.suffix) if part)
 
     @property
     def anchor(self) -> str:
@@ -173,12 +172,11 @@ def _templates() -> Environment:
 
 
 def _kinds(entries: list[Shown]) -> list[str]:
-    """The accelerators, those with little memory first."""
-    least: dict[str, int] = {}
-    for shown in entries:
-        held = shown.plan.hardware.gpu_bytes
-        least[shown.kind] = min(held, least.get(shown.kind, held))
-    return sorted(least, key=lambda kind: least[kind])
+    """The accelerators, those with little memory first, and of those with equally much the slow ones."""
+    order = {
+        shown.kind: (round(shown.plan.hardware.gpu_bytes / 1e9), shown.plan.hardware.flops_per_s) for shown in entries
+    }
+    return sorted(order, key=lambda kind: order[kind])
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:
