@@ -75,9 +75,10 @@ def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequenc
 def print_rows(
     out: Console,
     headings: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[str | Text]],
     *,
     title: str = "",
+    block_title: str = "",
     figures: Sequence[str] = (),
     folded: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
@@ -88,6 +89,7 @@ def print_rows(
         headings: Of all columns.
         rows: Values as they are shown; a block leaves empty ones out.
         title: Printed above.
+        block_title: Printed above blocks in its place, where the first heading says more than what the column is.
         figures: Headings of the columns that are aligned on the right.
         folded: Columns that are text and may be folded, with the fewest characters that still read well.
     """
@@ -95,19 +97,19 @@ def print_rows(
     widths = [max(len(row[place]) for row in [headings, *rows]) for place in range(len(headings))]
     widths = [min(width, folded.get(heading, width)) for heading, width in zip(headings, widths, strict=True)]
     if sum(widths) + 2 * len(widths) - 2 > out.width:
-        if title:
-            out.print(Text(title, style="italic"))
+        if above := block_title or title:
+            out.print(Text(above, style="italic"))
         for name, *values in rows:
-            out.print(Text(name, style="bold"), overflow="fold")
+            out.print(Text.assemble((str(name), "bold")), overflow="fold")
             for heading, value in zip(headings[1:], values, strict=True):
                 if value:
-                    out.print(Padding(Text(f"{heading}: {value}"), (0, 0, 0, 2), expand=False))
+                    out.print(Padding(Text.assemble(f"{heading}: ", value), (0, 0, 0, 2), expand=False))
         return
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="right" if heading in figures else "left", no_wrap=heading not in folded)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(value) if isinstance(value, str) else value for value in row))
     out.print(table)
 
 

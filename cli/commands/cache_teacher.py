@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ...ds_configs.specs.units import gigabytes
 from ...trainers.distillation.cache.cache_job import CacheSettings
 from ..options import RunOptions
-from ..progress import LinesAtTimes, progress_on_stderr
+from ..progress import LinesAtTimes, note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
@@ -44,8 +44,11 @@ def cache_teacher_command(
         Hub id or directory; weights are read from safetensors.
     """
     output_dir, dry_run = options.output_dir, options.dry_run
+    from ...trainers.data.sources import PYTHON_HELP
     from ...trainers.distillation.cache.cache_job import prepare_cache, run_cache_job
 
+    if "dataset" not in settings.model_fields_set:
+        note(f"the dataset is {PYTHON_HELP}, Python's own help topics; --dataset names the student's")
     with redirect_stdout(sys.stderr):
         job = prepare_cache(teacher, settings, None if dry_run else output_dir)
         if not dry_run:

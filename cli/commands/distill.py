@@ -48,25 +48,23 @@ def distill_command(
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
     """Print the comparison of the student before and after with its teacher, and where everything lies."""
-    from rich.table import Table
     from rich.text import Text
 
     from ...plugins.huggingface_hub.cards import CARD_FILE
     from ...trainers.distillation.command.run_report import CHART_FILE, comparison
     from ...trainers.runs.report import REPORT_FILE
-    from ..show import console, show_next
+    from ..show import console, print_rows, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
     out.print(Text.assemble((outcome.student, "bold"), f"  taught by {outcome.teacher}, {label} on {hardware}"))
     out.print()
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"{outcome.statistics.evaluation_samples} held-out samples")
-    for name in ("student before", "student after", "teacher"):
-        table.add_column(name, justify="right")
-    for row in comparison(outcome.result):
-        table.add_row(row.name, row.before, Text(row.after, style="bold green"), row.teacher)
-    out.print(table)
+    figures = ("student before", "student after", "teacher")
+    rows = [
+        (row.name, row.before, Text(row.after, style="bold green"), row.teacher) for row in comparison(outcome.result)
+    ]
+    on = f"{outcome.statistics.evaluation_samples} held-out samples"
+    print_rows(out, (on, *figures), rows, block_title=on, figures=figures)
     out.print()
     out.print(outcome.speed_line(outcome.result))
     files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))

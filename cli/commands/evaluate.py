@@ -87,7 +87,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
         raise UsageError(faults)
     request = TextRequest(
         files=options.text,
-        dataset=options.dataset or TextRequest().dataset,
+        dataset=_dataset(options),
         split=options.split,
         dataset_revision=options.dataset_revision,
         stride=options.stride,
@@ -129,6 +129,15 @@ def _sources(options: EvaluateOptions, model: str) -> dict[str, str | None]:
     from ...trainers.data.sources import local_place
 
     return {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
+
+
+def _dataset(options: EvaluateOptions) -> str:
+    """Return the dataset to measure on, and say so where no text was named."""
+    from ...trainers.data.sources import PYTHON_HELP
+
+    if options.dataset is None and not options.text:
+        note(f"measured on {PYTHON_HELP}, Python's own help topics; --text or --dataset name what matters to you")
+    return options.dataset or PYTHON_HELP
 
 
 def _conflicts(options: EvaluateOptions) -> list[Fault]:

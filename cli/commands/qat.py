@@ -80,14 +80,13 @@ def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     """Print what the model was worth before, rounded and trained, and how the checkpoint was proven."""
-    from rich.table import Table
     from rich.text import Text
 
     from ...plugins.huggingface_hub.cards import CARD_FILE
     from ...trainers.qat.command.request import is_own_teacher
     from ...trainers.qat.command.run_report import CHART_FILE, checkpoint_facts, stages
     from ...trainers.runs.report import REPORT_FILE
-    from ..show import console, show_next
+    from ..show import console, print_rows, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
@@ -96,13 +95,13 @@ def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     taught = "" if teacher is None else f", taught by {teacher}"
     out.print(Text.assemble((outcome.model, "bold"), f"  as {outcome.scheme.name}{taught}, {label} on {hardware}"))
     out.print()
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"{outcome.statistics.evaluation_samples} held-out samples")
-    for name in ("nats a token", "perplexity"):
-        table.add_column(name, justify="right")
-    for stage in stages(outcome.result):
-        table.add_row(*stage.row, style="bold green" if stage.key == "trained" else None)
-    out.print(table)
+    figures = ("nats a token", "perplexity")
+    rows = [
+        [Text(value, style="bold green" if stage.key == "trained" else "") for value in stage.row]
+        for stage in stages(outcome.result)
+    ]
+    on = f"{outcome.statistics.evaluation_samples} held-out samples"
+    print_rows(out, (on, *figures), rows, block_title=on, figures=figures)
     out.print()
     for name, value in checkpoint_facts(outcome):
         out.print(f"  {name}: {value}", markup=False)

@@ -47,25 +47,21 @@ def train_command(
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
     """Print how good the model was before and after, and where everything lies."""
-    from rich.table import Table
     from rich.text import Text
 
     from ...plugins.huggingface_hub.cards import CARD_FILE
     from ...trainers.runs.report import REPORT_FILE
     from ...trainers.training.report import CHART_FILE, measures
-    from ..show import console, show_next
+    from ..show import console, print_rows, show_next
 
     out = console()
     label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
     out.print(Text.assemble((outcome.model, "bold"), f"  on {outcome.statistics.source}, {label} on {hardware}"))
     out.print()
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"{outcome.statistics.evaluation_samples} held-out samples")
-    for name in ("before", "after"):
-        table.add_column(name, justify="right")
-    for row in measures(outcome.result):
-        table.add_row(row[0], row[1], Text(row[2], style="bold green"))
-    out.print(table)
+    figures = ("before", "after")
+    rows = [(name, before, Text(after, style="bold green")) for name, before, after in measures(outcome.result)]
+    on = f"{outcome.statistics.evaluation_samples} held-out samples"
+    print_rows(out, (on, *figures), rows, block_title=on, figures=figures)
     out.print()
     out.print(outcome.speed_line(outcome.result))
     files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))

@@ -257,7 +257,7 @@ def _measure(
     if own_nV.shape[1] != other_nV.shape[1]:
         # One head is padded further than the other; the rows beyond belong to no token.
         log_q_nV, log_p_nV = (logits[:, :shared].log_softmax(dim=-1) for logits in (own_nV, other_nV))
-    rows = dense_rows(log_q_nV, log_p_nV, labels_n)
+    rows = dense_rows(log_q_nV, log_p_nV)
     return values | {"kl": rows["forward_kl"], "agreement": rows["agreement"]}, shared
 
 

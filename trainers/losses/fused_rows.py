@@ -13,7 +13,7 @@ from ...plugins.transformers.output_heads import OutputHead
 from .divergences import divergence_and_gradient, divergence_rows
 from .objective import LogitTargets, TeacherTargets, TokenObjective, TopKTargets
 from .plain_loss import nonfinite_rows, shared_columns
-from .row_telemetry import dense_rows, top_k_rows
+from .row_telemetry import dense_rows, teacher_cross_entropy, top_k_rows
 from .top_k import nonfinite_top_k_rows, rows_of, top_k_divergence_and_gradient, top_k_divergence_rows
 
 if TYPE_CHECKING:
@@ -135,13 +135,16 @@ def _soft(
     else:
         divergence_b = divergence_rows(objective.divergence, log_q, log_p, objective.mixture)
     rows = {"divergence": divergence_b, "nonfinite_teacher_rows": nonfinite_rows(log_p)}
-    if work.telemetry and at_one:
-        known = divergence_b if objective.divergence == "forward_kl" else None
-        rows |= dense_rows(log_q, log_p, labels_b, forward_kl_N=known)
-    elif work.telemetry:
+    if not work.telemetry:
+        return rows, soft
+    known = divergence_b if at_one and objective.divergence == "forward_kl" else None
+    own, theirs = log_q, log_p
+    if not at_one:
         own = log_q_at_one if columns == logits.shape[1] else logits[:, :columns].log_softmax(dim=-1)
-        rows |= dense_rows(own, taught.log_softmax(dim=-1), labels_b)
-    return rows, soft
+        theirs = taught.log_softmax(dim=-1)
+    rows |= dense_rows(own, theirs, forward_kl_N=known)
+    whole = theirs if columns == targets.shape[1] else targets.float().log_softmax(dim=-1)
+    return rows | {"teacher_cross_entropy": teacher_cross_entropy(whole, labels_b)}, soft
 
 
 def _top_k_soft(

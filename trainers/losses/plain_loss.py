@@ -8,7 +8,7 @@ from ...ds_configs.specs.errors import Fault, UsageError
 from ..data.chat import IGNORED_LABEL
 from .divergences import divergence_rows
 from .objective import LogitTargets, TokenObjective, TokenSums, TopKTargets
-from .row_telemetry import dense_rows, top_k_rows, weighted_sums
+from .row_telemetry import dense_rows, teacher_cross_entropy, top_k_rows, weighted_sums
 from .top_k import check_targets, nonfinite_top_k_rows, rows_of, top_k_divergence_rows
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _dense(
     import torch
 
     columns = shared_columns(logits_NV.shape[1], taught_NV.shape[1], objective)
-    own_NV, taught_NV = logits_NV[:, :columns], taught_NV[:, :columns].float()
+    every_NV, own_NV, taught_NV = taught_NV, logits_NV[:, :columns], taught_NV[:, :columns].float()
     log_q_NV = torch.log_softmax(own_NV / objective.temperature, dim=-1)
     log_p_NV = torch.log_softmax(taught_NV / objective.temperature, dim=-1)
     divergence_N = divergence_rows(objective.divergence, log_q_NV, log_p_NV, objective.mixture)
@@ -125,7 +125,9 @@ def _dense(
             at_one = objective.temperature == 1.0
             pair = (log_q_NV, log_p_NV) if at_one else (own_NV.log_softmax(dim=-1), taught_NV.log_softmax(dim=-1))
             known_N = rows["divergence"] if at_one and objective.divergence == "forward_kl" else None
-            rows |= dense_rows(*pair, labels_N, forward_kl_N=known_N)
+            rows |= dense_rows(*pair, forward_kl_N=known_N)
+            whole_NV = pair[1] if columns == every_NV.shape[1] else every_NV.float().log_softmax(dim=-1)
+            rows["teacher_cross_entropy"] = teacher_cross_entropy(whole_NV, labels_N)
     return divergence_N, rows
 
 

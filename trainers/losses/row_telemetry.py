@@ -23,26 +23,35 @@ def weighted_sums(rows: dict[str, torch.Tensor], weights_N: torch.Tensor) -> dic
 def dense_rows(
     log_q_NV: torch.Tensor,
     log_p_NV: torch.Tensor,
-    labels_N: torch.Tensor,
     *,
     forward_kl_N: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return KL, agreement, overlap and the teacher's cross-entropy, from log-probabilities over the same V tokens.
+    """Return KL, agreement and overlap, from log-probabilities over the same V tokens.
 
-    ``forward_kl_N`` is the KL where it is known already. A label beyond the V tokens counts 0 in the cross-entropy.
+    ``forward_kl_N`` is the KL where it is known already.
     """
     import torch
 
     if forward_kl_N is None:
         forward_kl_N = divergence_rows("forward_kl", log_q_NV, log_p_NV, 0.5)
-    known_N = labels_N < log_p_NV.shape[1]
-    taught_N = log_p_NV.gather(1, torch.where(known_N, labels_N, 0)[:, None]).squeeze(1)
     return {
         "forward_kl": forward_kl_N,
         "agreement": (log_q_NV.argmax(dim=-1) == log_p_NV.argmax(dim=-1)).float(),
         "overlap": torch.minimum(log_q_NV, log_p_NV).exp_().sum(dim=-1),
-        "teacher_cross_entropy": torch.where(known_N, -taught_N, 0.0),
     }
+
+
+def teacher_cross_entropy(log_p_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Return the teacher's cross-entropy of each row, from log-probabilities over all of its own tokens.
+
+    The student's is over all of its tokens, too, so that both are what `evaluate` measures. A label that is no token of
+    the teacher counts 0.
+    """
+    import torch
+
+    known_N = labels_N < log_p_NV.shape[1]
+    taught_N = log_p_NV.gather(1, torch.where(known_N, labels_N, 0)[:, None]).squeeze(1)
+    return torch.where(known_N, -taught_N, 0.0)
 
 
 def top_k_rows(log_q_NV: torch.Tensor, targets: TopKTargets) -> dict[str, torch.Tensor]:

@@ -164,7 +164,7 @@ def _samples(
 ) -> tuple[Samples | None, int]:
     seq_len = min(settings.seq_len, source.longest or settings.seq_len)
     if seq_len < settings.seq_len:
-        notify(f"seq_len is {seq_len}, for which the model has positions; {settings.seq_len} was asked for")
+        notify(f"seq_len is {seq_len}, for which the model has positions, in the place of {settings.seq_len}")
     if settings.dataset is None:
         return None, seq_len
     samples = load_samples(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from dataset_hub import NAME, dataset_hub
+from pyarrow import parquet
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import load_samples
@@ -55,6 +59,45 @@ def test_rows_of_the_head_are_not_trained_on_when_they_come_again(tmp_path: Path
     assert place.is_dir()
     del found
     assert not place.exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_of_the_hub_are_fetched_as_far_as_they_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    rows, words = ROWS["text"], {"seq_len": 32}
+    local = streamed_samples(
+        DataSettings(dataset=written(tmp_path / "rows.jsonl", rows), **words),
+        byte_tokenizer(512),
+        train_samples=40,
+        evaluation_samples=6,
+    )
+    # Nobody needs the shards behind the first.
+    files = {f"data/train-0000{index}-of-00003.{kind}": _shard(rows, kind) for index in range(3)}
+    with dataset_hub(files) as hub, monkeypatch.context() as patch:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.address)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "ENDPOINT", hub.address)
+        patch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        found = streamed_samples(
+            DataSettings(dataset=NAME, **words), byte_tokenizer(512), train_samples=40, evaluation_samples=6
+        )
+    assert list(found.train) == list(local.train) and list(found.evaluation) == list(local.evaluation)
+    assert found.statistics.rows == local.statistics.rows
+    assert hub.sent.keys() == {f"data/train-00000-of-00003.{kind}"}
+
+
+def _shard(rows: list[dict[str, Any]], kind: str) -> bytes:
+    if kind == "jsonl":
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    sink = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue()
 
 
 def test_what_is_wrong_names_the_way_out(tmp_path: Path) -> None:
