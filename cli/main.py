@@ -16,6 +16,7 @@ from .. import __version__
 from ..ds_configs.specs.errors import Fault, FaultsError, ShardwrightError
 from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
 from ..plugins.deepspeed.quiet import quiet_accelerator_choice
+from .command_line import running
 from .examples import shown_examples
 from .help import short_help
 from .settings import Sources, asks_for_json, resolve
@@ -35,6 +36,7 @@ _COMMANDS = {
     "qat": ("qat:qat_command", "Train with the numbers of the quantized checkpoint, and write exactly these."),
     "quantize": ("quantize:quantize_command", "Quantize a model, prove that it loads, and measure what it cost."),
     "evaluate": ("evaluate:evaluate_command", "Measure a model: perplexity, distance to a baseline, size, speed."),
+    "report": ("report:report_command", "Make the HTML report of a run, or of several side by side."),
     "serve": ("serve:serve_command", "Serve a checkpoint: the engine's line, with the memory that it needs."),
     "ui": ("ui:ui_command", "Plan and check in the browser, on this machine."),
     "configs": ("configs:app", "List the ready-made configurations, or copy one."),
@@ -76,7 +78,8 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         command, bound = resolve(app, arguments)
-        result = command(*bound.args, **bound.kwargs)
+        with running(arguments):
+            result = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except CycloptsError as error:

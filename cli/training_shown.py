@@ -7,13 +7,17 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .command_line import command_line
 from .options import TrainingOptions
-from .progress import LinesAtTimes, note, progress_on_stderr
+from .progress import Bar, LinesAtTimes, note, progress_on_stderr
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..ds_configs.plan.plan import Plan
     from ..trainers.data.samples import Samples
     from ..trainers.runs.report import LaunchedOutcome
@@ -48,14 +52,22 @@ def launched_command(
         files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
         return 0
-    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", LinesAtTimes()) as on_progress:
+    shown = partial(_view, plan=prepared.plan)
+    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", LinesAtTimes(), shown) as on_progress:
         how: dict[str, Any] = {"on_progress": on_progress, "on_figures": on_progress.tell_figures, "notify": note}
-        outcome = run_training(prepared, output_dir, resume=options.resume, force=options.force, **how)
+        how |= {"resume": options.resume, "force": options.force, "command": command_line()}
+        outcome = run_training(prepared, output_dir, **how)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:
         show(outcome, output_dir)
     return 0
+
+
+def _view(begins: str, console: Console, plan: Plan) -> Bar:
+    from .training_live import TrainingView
+
+    return TrainingView(begins, console, plan)
 
 
 def show_dry_run(

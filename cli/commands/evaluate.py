@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.settings import Names, Paths
+from ..command_line import command_line
 from ..options import ReportOptions
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
@@ -78,6 +79,7 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
     from ...trainers.evaluation.evaluate import evaluate_model
     from ...trainers.evaluation.report import evaluation_files
     from ...trainers.evaluation.text_windows import TextRequest
+    from ...trainers.reports.make import write_report
 
     output_dir, force = options.output_dir, options.force
     faults = _conflicts(options)
@@ -115,7 +117,8 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
             on_progress=on_progress,
         )
         if output_dir is not None:
-            write_files(evaluation_files(evaluation), output_dir, force=True)
+            write_files(evaluation_files(evaluation, command=command_line()), output_dir, force=True)
+            write_report(output_dir)
     if options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
@@ -177,6 +180,7 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...trainers.evaluation.report import FILE_NAMES, rows, verdict
+    from ...trainers.reports.make import REPORT_FILE as HTML_FILE
     from ..show import console, print_compared
 
     out, text, compared = console(), evaluation.text, evaluation.comparison is not None
@@ -200,4 +204,4 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     if output_dir is None:
         out.print("No files written; give --output-dir")
     else:
-        out.print(Text("Written: " + ", ".join(printable(str(output_dir / name)) for name in FILE_NAMES)))
+        out.print(Text("Written: " + ", ".join(printable(str(output_dir / name)) for name in (*FILE_NAMES, HTML_FILE))))

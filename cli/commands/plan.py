@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ...ds_configs.plan.plan import PlanDoesNotFitError
+from ...ds_configs.plan.plan import Plan, PlanDoesNotFitError
 from ...ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
+from ..command_line import command_line
 from ..options import WriteOptions
 from ..planning.run_questions import answers, question_faults, shown_answers
 from ..planning.stated import PlanSettings, plan_stated
@@ -22,7 +24,7 @@ from ..progress import note
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from .tensor_layouts import ComparedLayouts
+    from ..planning.tensor_layouts import ComparedLayouts
 
 
 @grouped
@@ -89,7 +91,7 @@ def plan_command(
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
     answered = answers(plan, settings)
-    written = [] if output_dir is None or options.dry_run else plan.write(output_dir, force=options.force)
+    written = [] if output_dir is None or options.dry_run else _written(plan, output_dir, force=options.force)
     if as_json:
         shown = plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}
         if answered:
@@ -108,9 +110,17 @@ def plan_command(
     return 0
 
 
+def _written(plan: Plan, directory: Path, *, force: bool) -> list[Path]:
+    """Write the plan's files and its report."""
+    from ...trainers.reports.make import write_report
+
+    files = replace(plan, command=command_line()).write(directory, force=force)
+    return [*files, write_report(directory)]
+
+
 def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> ComparedLayouts | None:
     """Return the compared layouts of tensor parallelism; `None`, with a note, for mixtures of experts."""
-    from .tensor_layouts import compared_layouts
+    from ..planning.tensor_layouts import compared_layouts
 
     if model.dimensions.num_experts:
         note(f"--explain-tensor-parallel compares dense layers, and {model.architecture} has experts")

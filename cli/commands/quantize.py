@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ...ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from ...ds_configs.specs.settings import HubSettings
+from ..command_line import command_line
 from ..options import RunOptions
 from ..progress import LinesAtTimes, note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
@@ -94,7 +95,8 @@ def _run(prepared: Prepared, output_dir: Path, **how: Any) -> QuantizationOutcom
             def report(step: LayerProgress) -> None:
                 on_progress(step.stage, step.index + 1, step.count)
 
-            return run_prepared(prepared, output_dir, notify=note, report=report, on_evaluation=on_progress, **how)
+            how |= {"notify": note, "report": report, "on_evaluation": on_progress, "command": command_line()}
+            return run_prepared(prepared, output_dir, **how)
     except (KeyboardInterrupt, SystemExit):
         if journal_directory(output_dir).is_dir():
             note(f"finished layers are kept in {journal_directory(output_dir)}; go on with --resume")

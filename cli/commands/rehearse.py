@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.settings import Paths
+from ..command_line import command_line
 from ..options import ReportOptions
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
@@ -40,7 +41,8 @@ class RehearseOptions(ReportOptions):
     text: Paths = Field((), description="Files to train on, byte by byte. Default: synthetic tokens")
     time_limit: float = Field(600.0, description="Seconds that one of the two launches may take")
     output_dir: Path | None = Field(
-        None, description="Where rehearsal.json and rehearsal.png go. Default: rehearsal in the plan's directory"
+        None,
+        description="Where report, figures and chart go. Default: rehearsal in the plan's directory",
     )
 
 
@@ -77,6 +79,7 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[Rehears
             script_arguments=arguments,
             notify=note,
             on_progress=on_progress,
+            command=command_line(),
         )
     if options.as_json:
         print(json.dumps(found.to_dict()))

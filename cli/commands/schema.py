@@ -101,7 +101,7 @@ def _plan_schema() -> dict[str, Any]:
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }
-    return _object(properties, activations={"enum": ["traced", "upper bound"]}) | {"$defs": parts}
+    return _object(properties, activations={"enum": ["traced", "upper bound"]}, command=text) | {"$defs": parts}
 
 
 def _serving_schema() -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Plan:
     """Library versions that the plan was made with, by name."""
     activations: Literal["stored", "traced", "upper bound"] = "stored"
     """What activation bytes rest on: coefficients of the family, a trace of the model, or a bound of its structure."""
+    command: str = ""
+    """Command line that made it; empty where a Python program did."""
 
     @property
     def file_names(self) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
         **({} if plan.activations == "stored" else {"activations": plan.activations}),
+        **({"command": plan.command} if plan.command else {}),
     }
 
 
@@ -136,6 +137,7 @@ def _plan_values(data: Mapping[str, Any]) -> dict[str, Any]:
         "offers": data["offers"],
         "versions": list(data["versions"].items()),
         "activations": data.get("activations", "stored"),
+        "command": data.get("command", ""),
     }
 
 

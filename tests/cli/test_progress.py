@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from shardwright.cli import progress
 from shardwright.cli.progress import Bar, LinesAtTimes
+from shardwright.cli.training_live import TrainingView
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.trainers.runs.progress import Figures
 
 FIGURES = "loss 2.313, 1,204 tokens/s"
 
@@ -42,3 +46,34 @@ def test_lines_tell_the_figures_and_what_is_left(
         f"note: step 3 of 10, {FIGURES}, 70 s left",
         f"note: step 5 of 10, {FIGURES}, 50 s left",
     ]
+
+
+PLAN = Path(__file__).parents[2] / "ds_configs" / "gallery" / "llama-3.1-8b_8xA100-80GB"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_the_live_view_shows_each_figure_beside_the_plan_s(columns: int) -> None:
+    plan = Plan.load(PLAN)
+    speed, gpu = plan.chosen.time.tokens_per_second, plan.chosen.memory.gpu
+    console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
+    view = TrainingView("starting the ranks", console, plan)
+    assert view.rows() == []
+    tensors = gpu.allocated_bytes / 1e9
+    view.tell_figures(
+        Figures(
+            loss=2.3126, tokens_per_second=speed / 2, peak_allocated_gb=tensors, slowest_rank=3, slowest_rank_ratio=1.4
+        )
+    )
+    view("step", 12, 100)
+    rows = {name: text.plain for name, text in view.rows()}
+    assert rows["loss"] == "2.3126"
+    assert rows["tokens/s"] == f"{speed / 2:,.0f} of {speed:,.0f} planned (50 %)"
+    assert rows["memory"].startswith(f"{tensors:.1f} GB of tensors, {tensors:.1f} planned")
+    assert rows["ranks"].startswith("rank 3 lags: 1.40 times the median")
+    console.print(view.shown.get_renderable())
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= columns
+    shown = " ".join(" ".join(lines).split())
+    assert "12/100" in shown and "2.3126" in shown and "(50 %)" in shown
+    view.tell_figures(Figures(slowest_rank=0, slowest_rank_ratio=1.02))
+    assert [text.plain for _, text in view.rows()] == ["even; the slowest takes 1.02 times the median"]

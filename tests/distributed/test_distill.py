@@ -15,6 +15,7 @@ from cards import read_card
 from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.reports.make import report_html
 
 pytestmark = pytest.mark.distributed
 
@@ -96,7 +97,7 @@ def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
 def check_files(taught: Path, found: dict[str, Any]) -> None:
     """The directory is a model with a report beside it, and nothing that runs code when it is loaded."""
     names = {path.name for path in taught.iterdir()}
-    report = {"README.md", "REPORT.md", "distillation.png", "metrics.jsonl", "plan"}
+    report = {"README.md", "REPORT.md", "distillation.png", "metrics.jsonl", "plan", "report.json", "report.html"}
     assert names == report | {
         *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
@@ -107,6 +108,10 @@ def check_files(taught: Path, found: dict[str, Any]) -> None:
     assert (taught / "distillation.png").read_bytes().startswith(b"\x89PNG")
     steps = [json.loads(line) for line in (taught / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in steps] == [6, 12, 18, 24]
+    for entry in steps:
+        assert entry["tokens_per_second"] > 0 < entry["step_seconds"] and entry["slowest_rank"] in (0, 1)
+        assert entry["slowest_rank_ratio"] >= 1 and entry["planned_tokens_per_second"] > 0
+    assert (taught / "report.html").read_text() == report_html([taught]), "the same files, the same page"
     telemetry = {"kl_per_token", "top1_agreement", "speculative_acceptance", "student_cross_entropy"}
     assert all({*telemetry, "teacher_cross_entropy", "loss"} <= entry.keys() for entry in steps)
     assert steps[-1]["kl_per_token"] < steps[0]["kl_per_token"]

@@ -30,6 +30,7 @@ from shardwright.plugins.launching.launch import (
     run_together,
 )
 from shardwright.trainers.runs.launch import run_launches
+from shardwright.trainers.runs.progress import Figures
 
 
 def is_running(pid: int) -> bool:
@@ -184,9 +185,9 @@ def test_remarks_of_the_first_rank_reach_who_launched_it(cold: None) -> None:
     )
     launches = [Launch(arguments=("-c", rank), environment={"RANK": number}) for number in ("0", "1")]
     heard: list[str] = []
-    steps: list[tuple[int, int, str]] = []
+    steps: list[tuple[int, int, Figures]] = []
     run_launches(launches, lambda *step: steps.append(step), notify=heard.append, timeout_seconds=60)
-    assert (heard, steps) == (["two lines"], [(3, 4, "loss 2.313")] * 2)
+    assert (heard, steps) == (["two lines"], [(3, 4, Figures(loss=2.3126))] * 2)
 
 
 def test_a_launch_does_not_read_the_variables_of_an_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...ds_configs.specs.units import gigabytes, human_count
+from ..charts.canvas import Draw, panels, png
+from ..charts.kinds import distribution, tail
 from ..formats.rendering import render, table
 from .estimates import Estimate
 from .result import Evaluation, ModelResult
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 REPORT_FILE, RESULT_FILE, CHART_FILE = "REPORT.md", "evaluation.json", "evaluation.png"
 FILE_NAMES = (REPORT_FILE, RESULT_FILE, CHART_FILE)
-_BLUE, _RED, _GREY = "#4477aa", "#ee6677", "#777777"
+"""What a report is made from; `report.html` lies beside them."""
 _UNKNOWN = "–"
 
 
@@ -141,9 +141,9 @@ def verdict(evaluation: Evaluation) -> str:
     return f"Perplexity is {ratio[1:]} {direction} than the baseline's, beyond the noise of this text; {agreement}."
 
 
-def evaluation_files(evaluation: Evaluation) -> dict[str, str | bytes]:
-    """Return the report, the numbers and the picture by name."""
-    numbers = json.dumps(evaluation.to_dict(), indent=2, allow_nan=False) + "\n"
+def evaluation_files(evaluation: Evaluation, *, command: str = "") -> dict[str, str | bytes]:
+    """Return the report, the numbers and the picture by name; `command` is the command line that asked for them."""
+    numbers = json.dumps(evaluation.to_dict() | {"command": command}, indent=2, allow_nan=False) + "\n"
     return {REPORT_FILE: evaluation_report(evaluation), RESULT_FILE: numbers, CHART_FILE: chart(evaluation)}
 
 
@@ -165,9 +165,7 @@ def report_section(evaluation: Evaluation) -> str:
 
 def chart(evaluation: Evaluation) -> bytes:
     """Return a PNG of :func:`evaluation_figure`."""
-    output = io.BytesIO()
-    evaluation_figure(evaluation).savefig(output, format="png", dpi=120)
-    return output.getvalue()
+    return png(evaluation_figure(evaluation))
 
 
 def evaluation_figure(evaluation: Evaluation) -> Figure:
@@ -177,44 +175,26 @@ def evaluation_figure(evaluation: Evaluation) -> Figure:
     Right, the KL that a share of the tokens exceeds: a small mean may hide few tokens that are far off. Without a
     baseline, the loss of each window alone.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    return panels(*(draw for _, draw in evaluation_charts(evaluation)))
 
+
+def evaluation_charts(evaluation: Evaluation) -> tuple[tuple[str, Draw], ...]:
+    """Return the drawings of :func:`evaluation_figure` with their titles."""
     compared = evaluation.comparison
-    drawn = Figure(figsize=(9 if compared is not None else 5.5, 3.8), layout="constrained")
-    FigureCanvasAgg(drawn)
     if compared is None:
         mean, values = evaluation.model.loss_nats_per_token, evaluation.window_losses_nats_per_token
-        _windows(drawn.subplots(), values, mean, "cross-entropy, nats a token")
-        return drawn
-    left, right = drawn.subplots(1, 2)
+        draw = distribution(values, mean.value, mean.standard_error, "cross-entropy, nats a token")
+        return (("Cross-entropy of each window, nats a token", draw),)
     values, mean = compared.window_loss_differences_nats_per_token, compared.loss_difference_nats_per_token
-    _windows(left, values, mean, "model's loss less the baseline's, nats a token")
-    left.axvline(0, color=_GREY, linewidth=1, label="no difference")
-    left.legend(fontsize=8)
-    points = [
-        (nats, 1 - float(share)) for share, nats in compared.kl_nats_at_share.items() if nats > 0 and float(share) < 1
-    ]
-    if points:
-        right.loglog(*zip(*points, strict=True), color=_BLUE)
-    if compared.kl_nats_per_token.value > 0:
-        right.axvline(compared.kl_nats_per_token.value, color=_RED, linestyle="--", label="mean")
-        right.legend(fontsize=8)
-    right.set_xlabel("KL(baseline | model), nats")
-    right.set_ylabel("share of tokens with more")
-    right.grid(alpha=0.3)
-    return drawn
-
-
-def _windows(axes: Axes, values: Sequence[float], mean: Estimate, name: str) -> None:
-    axes.hist(values, bins=min(30, max(5, len(values) // 2)), color=_BLUE, alpha=0.7)
-    axes.axvline(mean.value, color=_RED, label="mean")
-    if mean.standard_error is not None:
-        low, high = mean.value - 2 * mean.standard_error, mean.value + 2 * mean.standard_error
-        axes.axvspan(low, high, color=_RED, alpha=0.2, label="± 2 standard errors")
-    axes.set_xlabel(name)
-    axes.set_ylabel("windows")
-    axes.legend(fontsize=8)
+    name = "model's loss less the baseline's, nats a token"
+    far = tail(compared.kl_nats_at_share, compared.kl_nats_per_token.value, "KL(baseline | model), nats")
+    return (
+        (
+            "Loss difference of each window, nats a token",
+            distribution(values, mean.value, mean.standard_error, name, zero="no difference"),
+        ),
+        ("Tokens that are far off: KL(baseline | model), nats", far),
+    )
 
 
 def _estimate(found: Estimate) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 from ...ds_configs.quantization.methods import METHODS
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub.cards import CARD_FILE
+from ...plugins.planning.from_names import installed_versions
 from ..evaluation.report import CHART_FILE, chart, report_section
 from ..evaluation.result import Evaluation
 from ..formats.rendering import render
+from ..reports.make import REPORT_FILE as HTML_FILE
 from ..runs.report import REPORT_FILE, card_text
 from ..verify.checkpoint import Verification
 from .inputs import Prepared
@@ -36,6 +38,8 @@ class QuantizationOutcome:
     """The checkpoint beside its model; `None` when it was not asked for."""
     seconds: Mapping[str, float]
     """Wall-clock time of each stage."""
+    command: str = ""
+    """Command line that asked for it; empty where a Python program did."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
@@ -55,6 +59,8 @@ class QuantizationOutcome:
             "verification": asdict(self.verification),
             "evaluation": None if self.evaluation is None else self.evaluation.to_dict(),
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
+            "versions": dict(installed_versions()),
+            "command": self.command,
         }
 
     def _calibration(self) -> dict[str, Any] | None:
@@ -71,7 +77,7 @@ class QuantizationOutcome:
 
 def quantization_file_names(*, evaluated: bool) -> tuple[str, ...]:
     """Return the names of the files beside weights, configuration and tokenizer."""
-    return (CARD_FILE, REPORT_FILE, RESULT_FILE, *((CHART_FILE,) if evaluated else ()))
+    return (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE, *((CHART_FILE,) if evaluated else ()))
 
 
 def quantization_files(outcome: QuantizationOutcome) -> dict[str, str | bytes]:

@@ -24,6 +24,7 @@ from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows
 from ..formats.model_directory import copy_companions
 from ..formats.spqr_format import SMALL_DIRECTORY
+from ..reports.make import write_report
 from ..verify.checkpoint import (
     PROBE_ROWS,
     PROBE_TOKENS,
@@ -102,6 +103,7 @@ def run_prepared(
     notify: Notify = lambda _: None,
     report: ReportProgress = lambda _: None,
     on_evaluation: OnProgress = lambda _stage, _done, _total: None,
+    command: str = "",
 ) -> QuantizationOutcome:
     """Quantize, write, verify, evaluate and report; an interrupted run leaves its journal and nothing else.
 
@@ -111,7 +113,7 @@ def run_prepared(
     with reserved(output_dir, force=force):
         return _run(
             prepared, output_dir, resume=resume, device=device, evaluate=evaluate, notify=notify,
-            report=report, on_evaluation=on_evaluation,
+            report=report, on_evaluation=on_evaluation, command=command,
         )  # fmt: skip
 
 
@@ -125,6 +127,7 @@ def _run(
     notify: Notify,
     report: ReportProgress,
     on_evaluation: OnProgress,
+    command: str,
 ) -> QuantizationOutcome:
     seconds: dict[str, float] = {}
     if not resume:
@@ -164,8 +167,14 @@ def _run(
         verification=verification,
         evaluation=evaluation,
         seconds=seconds,
+        command=command,
     )
     write_files(quantization_files(outcome), output_dir, force=True)
+    try:
+        write_report(output_dir)
+    except ShardwrightError as error:
+        # The checkpoint is written and verified: that its report cannot be drawn is no reason to fail.
+        notify(f"report.html was not written: {error}")
     return outcome
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, LaunchFailedError, free_port, python_arguments
 from ...plugins.launching.notes import Notify, OnProgress
 from ..runs.launch import compile_operators, run_launches, write_job
+from ..runs.progress import OnStep
 from ..runs.settings import RankJob
 from .files import Rehearsed
 
@@ -77,9 +78,7 @@ def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> 
         raise ShardwrightError(f"{stage}: {error}") from None
 
 
-def launch_worker(
-    module: str, job: RankJob, rehearsed: Rehearsed, settings: LaunchSettings, on_step: Callable[[int, int, str], None]
-) -> None:
+def launch_worker(module: str, job: RankJob, rehearsed: Rehearsed, settings: LaunchSettings, on_step: OnStep) -> None:
     """Start one launcher for each node, whose ranks run a module with a job, and wait for all.
 
     Raises:

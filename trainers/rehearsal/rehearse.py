@@ -15,6 +15,8 @@ from ...ds_configs.plan.output import reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...plugins.launching.notes import Notify, OnProgress
+from ...plugins.planning.from_names import installed_versions
+from ..reports.make import REPORT_FILE as HTML_FILE
 from ..training.script import script_faults
 from .checks import (
     Check,
@@ -63,6 +65,7 @@ def rehearse(
     script_arguments: Sequence[str] = (),
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
+    command: str = "",
 ) -> Rehearsal:
     """Launch a plan's files on CPU ranks with a shrunken model, check what happens, and write the report.
 
@@ -71,7 +74,8 @@ def rehearse(
 
     `plan` is a directory that `plan` wrote, whose files are taken as they are, or a `Plan`, for which nothing is
     written unless `output_dir` is given. A check that fails is in the result, not an exception. `notify` receives
-    remarks, `on_progress` what is done and the optimizer steps of both launches, done and in all.
+    remarks, `on_progress` what is done and the optimizer steps of both launches, done and in all. `command` is the
+    command line that asked for it, for the report.
 
     Raises:
         UsageError: a value cannot be used, or the layout does not divide the ranks.
@@ -110,9 +114,11 @@ def rehearse(
         own = None if script is None else (Path(script), tuple(script_arguments))
         found = _rehearse(loaded, settings, own)
         source = None if isinstance(plan, Plan) else str(directory)
-        found = replace(found, source=source, seconds=time.monotonic() - started)
+        facts: dict[str, Any] = {"versions": dict(installed_versions()), "command": command}
+        found = replace(found, source=source, seconds=time.monotonic() - started, **facts)
         if kept:
-            found = replace(found, files=tuple(str(target / name) for name in rehearsal_files(found)))
+            names = (*rehearsal_files(found), HTML_FILE)
+            found = replace(found, files=tuple(str(target / name) for name in names))
             write_report(found, target)
     return found
 

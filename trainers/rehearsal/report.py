@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,11 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.write import write_files
 from ...ds_configs.shrink.config import Change
 from ...ds_configs.specs.errors import UsageError
+from ..charts.canvas import panels, png
+from ..charts.kinds import stacks
+from ..reports.make import REPORT_FILE as HTML_FILE
+from ..reports.make import write_report as write_html
+from ..reports.rehearsed import memory_bars
 from .checks import Check
 
 if TYPE_CHECKING:
@@ -22,10 +26,10 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 """Version of `rehearsal.json` and of `rehearse --format json`."""
-REPORT_FILE, CHART_FILE = OWN_FILES = "rehearsal.json", "rehearsal.png"
+REPORT_FILE, CHART_FILE = "rehearsal.json", "rehearsal.png"
+OWN_FILES = (REPORT_FILE, CHART_FILE, HTML_FILE)
 ROLES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 PHASES = ("loss", "backward", "step")
-_COLOURS = ("#4477aa", "#228833", "#ccbb44", "#ee6677", "#66ccee", "#bbbbbb")
 
 RoleBytes = Mapping[str, int]
 
@@ -68,6 +72,10 @@ class Rehearsal:
     """Wall-clock seconds."""
     files: tuple[str, ...] = ()
     """Paths of what was written."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Libraries that ran, by name."""
+    command: str = ""
+    """Command line of the rehearsal; empty where a Python program asked for it."""
 
     def __repr__(self) -> str:
         """Return what was rehearsed and whether it passed, in one line."""
@@ -121,6 +129,8 @@ class Rehearsal:
             "predicted": {phase: {**found.roles, "terms": dict(found.terms)} for phase, found in predicted.items()},
             "files": list(self.files),
             "seconds": round(self.seconds, 1),
+            "versions": dict(self.versions),
+            "command": self.command,
         }
 
 
@@ -142,7 +152,7 @@ def check_output_directory(directory: Path, *, force: bool, model: str | None) -
 
 
 def rehearsal_files(rehearsal: Rehearsal) -> dict[str, str | bytes]:
-    """Return the report's files by name; without measurements there is no chart."""
+    """Return what the report is made from by name; without measurements there is no chart."""
     files: dict[str, str | bytes] = {REPORT_FILE: json.dumps(rehearsal.to_dict(), indent=2) + "\n"}
     if rehearsal.measured:
         files[CHART_FILE] = memory_chart(rehearsal)
@@ -159,37 +169,16 @@ def write_report(rehearsal: Rehearsal, directory: Path) -> None:
     write_files(files, directory, force=True)
     if CHART_FILE not in files:
         (directory / CHART_FILE).unlink(missing_ok=True)
+    write_html(directory)
 
 
 def memory_chart(rehearsal: Rehearsal) -> bytes:
-    """Return a PNG with two stacked bars for each phase: measured and predicted bytes by role."""
-    output = io.BytesIO()
-    memory_figure(rehearsal).savefig(output, format="png", dpi=120)
-    return output.getvalue()
+    """Return a PNG with two stacked bars for each phase: measured and, hatched, predicted bytes by role."""
+    return png(memory_figure(rehearsal))
 
 
 def memory_figure(rehearsal: Rehearsal) -> Figure:
-    """Return the chart; bars are in MB, measured ones plain and predicted ones hatched."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    measured = rehearsal.measured or {}
-    predicted = {phase: found.roles for phase, found in (rehearsal.predicted or {}).items()}
-    phases = [phase for phase in PHASES if phase in measured or phase in predicted]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for offset, source, hatch in ((-0.2, measured, ""), (0.2, predicted, "//")):
-        bottoms = [0.0] * len(phases)
-        for role, colour in zip(ROLES, _COLOURS, strict=True):
-            heights = [source.get(phase, {}).get(role, 0) / 1e6 for phase in phases]
-            positions = [index + offset for index in range(len(phases))]
-            style: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "width": 0.38}
-            axes.bar(positions, heights, bottom=bottoms, label=None if hatch else role, **style)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set_xticks(range(len(phases)), phases)
-    axes.set_ylabel("MB of tensors on the fullest rank")
+    """Return the chart; bars are in MB."""
     label = rehearsal.plan.chosen.strategy.label
-    axes.set_title(f"{label} on {rehearsal.ranks} CPU ranks: measured (left), predicted (right)", fontsize=10)
-    figure.legend(loc="outside right upper", fontsize=8)
-    return figure
+    bars = memory_bars(rehearsal.to_dict())
+    return panels(stacks(bars, f"MB of tensors, {label} on {rehearsal.ranks} CPU ranks"), width=8, height=4.5)

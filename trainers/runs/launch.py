@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...ds_configs.plan.launch import launch_arguments, with_own_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, at_free_port, python_arguments, run_together
 from ...plugins.launching.notes import NOTE, Notify
-from .ranks import PROGRESS
+from .progress import PROGRESS, Figures, OnStep
 from .settings import JOB_FILE, RankJob
 
 LONGEST_RUN_SECONDS = 90 * 86400.0
@@ -68,14 +67,14 @@ def planned_launch(worker: Sequence[str], plan: Plan, plan_directory: Path) -> L
 
 def run_launches(
     launches: Sequence[Launch],
-    on_step: Callable[[int, int, str], None],
+    on_step: OnStep,
     *,
     notify: Notify,
     timeout_seconds: float = LONGEST_RUN_SECONDS,
 ) -> None:
     """Start the launchers of a job, hand over every optimizer step and remark of its ranks, and wait for the end.
 
-    A step is told by its number, the number of all, and the figures that are known of it as a text.
+    A step is told by its number, the number of all, and the figures that are known of it.
 
     Raises:
         LaunchFailedError: a rank failed; says which and why.
@@ -86,19 +85,8 @@ def run_launches(
             # Ranks share one output: another may have written into the line.
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 told = json.loads(line.removeprefix(PROGRESS))
-                on_step(int(told["step"]), int(told["steps"]), _figures(told))
+                on_step(int(told["step"]), int(told["steps"]), Figures.told(told))
         elif line.startswith(NOTE):
             notify(line.removeprefix(NOTE))
 
     run_together(launches, timeout_seconds=timeout_seconds, on_line=on_line)
-
-
-def _figures(told: Mapping[str, Any]) -> str:
-    """Return the loss that was logged last and the speed, as far as a rank told them.
-
-    >>> _figures({"step": 3, "loss": 2.3126, "tokens_per_second": 1204.4})
-    'loss 2.313, 1,204 tokens/s'
-    """
-    loss = f"loss {float(told['loss']):.3f}" if "loss" in told else ""
-    speed = f"{float(told['tokens_per_second']):,.0f} tokens/s" if "tokens_per_second" in told else ""
-    return ", ".join(figure for figure in (loss, speed) if figure)

@@ -36,6 +36,7 @@ from ...plugins.planning.from_names import installed_versions
 from ...plugins.transformers.partial_checkpointing import checkpoint_first_layers
 from ...plugins.transformers.selective_checkpointing import keep_products
 from .differences import argument_differences, unread_edits
+from .figures_callback import StepFiguresCallback
 
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
@@ -134,8 +135,9 @@ class PlanCallback(TrainerCallback):
         self._finished = False
 
     def attach(self, trainer: Any) -> None:
-        """Add this callback to a Trainer and send the figures through its reporters."""
+        """Add this callback to a Trainer, and send its figures and those of logged steps through its reporters."""
         trainer.add_callback(self)
+        StepFiguresCallback(self._plan).attach(trainer)
         self._log = trainer.log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

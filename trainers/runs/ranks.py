@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks
@@ -30,9 +31,11 @@ from ..data.samples import collate
 from ..guards.hang import watched
 from .checkpoints import whole_checkpoint
 from .guarded import train_guarded
+from .progress import PROGRESS
 from .settings import (
     EVALUATION_SAMPLES,
     METRICS_FILE,
+    PLAN_DIRECTORY,
     RESULT_FILE,
     TRAIN_SAMPLES,
     LaunchedJob,
@@ -40,9 +43,6 @@ from .settings import (
     RankJob,
 )
 from .steps import chosen_engine
-
-PROGRESS = "shardwright-progress: "
-"""Begins a line of rank 0 that tells how far it is, as JSON."""
 
 Job = TypeVar("Job", bound=RankJob)
 
@@ -114,11 +114,14 @@ def collator(tokenizer: Any) -> Callable[..., Any]:
     return partial(collate, pad_token_id=pad or 0)
 
 
-def progress_callback(tokens_of: Callable[[int], int] | None = None) -> Any:
+def progress_callback(
+    tokens_of: Callable[[int], int] | None = None, figures_of: Callable[[], Mapping[str, float]] = dict
+) -> Any:
     """Return a callback that tells the process which launched the ranks of every optimizer step.
 
     Args:
         tokens_of: Returns the tokens of so many steps of the training; without it no speed is told.
+        figures_of: Returns further figures by name, those of the last logged step.
     """
     from transformers import TrainerCallback
 
@@ -137,7 +140,9 @@ def progress_callback(tokens_of: Callable[[int], int] | None = None) -> Any:
 
         def _figures(self, state: Any) -> dict[str, float]:
             logged = [float(entry["loss"]) for entry in state.log_history[-4:] if "loss" in entry]
-            found = {"loss": logged[-1]} if logged else {}
+            found = {**figures_of(), **({"loss": logged[-1]} if logged else {})}
+            # That of the last logged steps alone jumps about, and is told by the log.
+            found.pop("tokens_per_second", None)
             if self.began is not None and tokens_of is not None:
                 step, since = self.began
                 seconds = time.monotonic() - since
@@ -184,9 +189,15 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
 
 def train_recorded(trainer: Any, job: LaunchedJob, resumed: Selection | None, *, evaluates_last: bool) -> Any:
     """Train from the checkpoint of `rank_arguments`, or from step 0, and return the recorder of the steps."""
+    from .figures_callback import StepFiguresCallback
+
     recorder = step_recorder(Path(job.output_dir), evaluates_last=evaluates_last)
     trainer.add_callback(recorder)
-    trainer.add_callback(progress_callback(_tokens_of(trainer, job)))
+    tokens_of = _tokens_of(trainer, job)
+    figures = StepFiguresCallback(Plan.load(Path(job.output_dir) / PLAN_DIRECTORY), tokens_of)
+    # Behind the recorder, which has the last step logged.
+    figures.attach(trainer)
+    trainer.add_callback(progress_callback(tokens_of, lambda: figures.figures))
     train_guarded(trainer, resume=resumed, **job.settings.guards())
     return recorder
 

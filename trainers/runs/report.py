@@ -1,15 +1,14 @@
-"""Report, model card and chart of a launched training: the values and drawings that all of them share."""
+"""Report and model card of a launched training: the values that all of them share."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.plan.plan import Plan
@@ -17,10 +16,6 @@ from ...plugins.huggingface_hub.cards import Relation, license_of, model_card, s
 from ..data.samples import SampleStatistics
 from ..formats.rendering import render
 from .settings import METRICS_FILE, LaunchedSettings
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 REPORT_FILE = "REPORT.md"
 
@@ -89,6 +84,14 @@ class LaunchedOutcome(ABC):
             "dataset": asdict(self.statistics),
         }
 
+    def figures(self, kind: str, result: Mapping[str, Any], command: str) -> str:
+        """Return `report.json`, which `report.html` is made from: the outcome, its table, and what made it."""
+        headings, rows = self.measures()
+        timed = {name: result[name] for name in ("step_seconds", "timed_tokens", "peak_bytes")}
+        shown = {"headings": list(headings), "rows": [list(row) for row in rows]}
+        made = {"kind": kind, "versions": dict(self.plan.versions), "command": command}
+        return json.dumps(self.to_dict() | made | {"measures": shown, "result": timed}, indent=2) + "\n"
+
     def speed(self, result: StepResult) -> dict[str, Any]:
         """Return steps, tokens and seconds as JSON values."""
         return {
@@ -144,38 +147,3 @@ def card_text(template: str, base: str, relation: Relation, library: str, tags: 
     stated = {name: values[name] for name in ("others", "task") if name in values}
     text = render(template, name=shown_name, title=title_of, license=license_of, **values)
     return model_card(text, base=base, relation=relation, library=library, tags=(*tags, "shardwright"), **stated)
-
-
-def empty_figure() -> tuple[Figure, Axes, Axes]:
-    """Return a chart with two fields side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(9, 3.8), layout="constrained")
-    FigureCanvasAgg(drawn)
-    left, right = drawn.subplots(1, 2)
-    return drawn, left, right
-
-
-def draw_steps(axes: Axes, metrics: Sequence[Mapping[str, float]], curves: Mapping[str, tuple[str, str]]) -> None:
-    """Draw logged values over optimizer steps; `curves` holds a label and a colour by the value's name."""
-    for key, (label, colour) in curves.items():
-        points = [(entry["step"], entry[key]) for entry in metrics if key in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, color=colour, marker="." if len(points) < 30 else "")
-    axes.set_xlabel("optimizer step")
-
-
-def finish_axes(axes: Axes, name: str) -> None:
-    """Name the vertical axis, and explain the curves where there are any."""
-    axes.set_ylabel(name)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
-
-
-def png(drawn: Figure) -> bytes:
-    """Return a chart as a PNG file."""
-    output = io.BytesIO()
-    drawn.savefig(output, format="png", dpi=120)
-    return output.getvalue()

@@ -19,14 +19,18 @@ from ...ds_configs.plan.output import disk_faults, reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
 from ...ds_configs.plan.write import write_files
-from ...ds_configs.specs.errors import DoesNotFitError
+from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
 from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.huggingface_hub.push import pushed
 from ...plugins.launching.notes import Notify, OnProgress
 from ..data.samples import Samples
+from ..reports.make import REPORT_FILE as HTML_FILE
+from ..reports.make import write_report
+from ..reports.read import TRAINING_FILE
 from .checkpoints import CHECKPOINTS
 from .inputs import evaluation_batch_size
 from .launch import compile_operators, planned_launch, run_launches, write_job
+from .progress import Figures, OnFigures
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
@@ -54,6 +58,8 @@ class PreparedTraining(ABC, Generic[Outcome]):
     tokenizer: Any
     """Splits the text; saved beside the model."""
 
+    kind: ClassVar[str]
+    """The command's name, as `report.json` states it."""
     worker: ClassVar[str]
     """Module that every rank runs; it ends with `run_rank`."""
 
@@ -95,7 +101,8 @@ class PreparedTraining(ABC, Generic[Outcome]):
     @property
     def file_names(self) -> tuple[str, ...]:
         """Files that a run writes, beside the model's weights and checkpoints."""
-        return (*(f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names), *self.own_file_names)
+        plan = (f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names)
+        return (*plan, *self.own_file_names, TRAINING_FILE, HTML_FILE)
 
 
 def run_training(
@@ -106,7 +113,8 @@ def run_training(
     force: bool = False,
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
-    on_figures: Notify = lambda _: None,
+    on_figures: OnFigures = lambda _: None,
+    command: str = "",
 ) -> Outcome:
     """Launch a prepared training, wait for it, and write the report beside the model.
 
@@ -117,7 +125,8 @@ def run_training(
         force: Write into a directory that holds other files.
         notify: Receives remarks.
         on_progress: Hears of every optimizer step.
-        on_figures: Hears the loss and the speed before each of them, as one text.
+        on_figures: Hears the loss, the speed, the memory and the rank that lags before each of them.
+        command: Command line that asked for it, for the report.
 
     Raises:
         UsageError: another run writes to the directory.
@@ -132,7 +141,7 @@ def run_training(
         pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify),
     ):
         how: dict[str, Any] = {"notify": notify, "on_progress": on_progress, "on_figures": on_figures}
-        return _run_training(prepared, output_dir, resume=resume, **how)
+        return _run_training(prepared, output_dir, resume=resume, command=command, **how)
 
 
 def _run_training(
@@ -142,7 +151,8 @@ def _run_training(
     resume: bool,
     notify: Notify,
     on_progress: OnProgress,
-    on_figures: Notify,
+    on_figures: OnFigures,
+    command: str,
 ) -> Outcome:
     started = time.monotonic()
     plan, samples = prepared.plan, prepared.samples
@@ -159,7 +169,7 @@ def _run_training(
         prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
         launched = planned_launch([prepared.worker, write_job(job, work)], plan, plan_directory)
 
-        def on_step(step: int, steps: int, figures: str) -> None:
+        def on_step(step: int, steps: int, figures: Figures) -> None:
             on_figures(figures)
             on_progress("step", step, steps)
 
@@ -173,7 +183,13 @@ def _run_training(
         "seconds": time.monotonic() - started,
     }
     outcome, files = prepared.report(result, facts)
+    files = {**files, TRAINING_FILE: outcome.figures(prepared.kind, result, command)}
     write_files(files, output_dir, force=True)
+    try:
+        write_report(output_dir)
+    except ShardwrightError as error:
+        # The model is trained and saved: that its report cannot be drawn is no reason to fail.
+        notify(f"{HTML_FILE} was not written: {error}")
     return outcome
 
 

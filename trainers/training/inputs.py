@@ -41,6 +41,7 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
     model: str
     """Hub id, directory or `config.json`."""
 
+    kind = "train"
     worker = f"{__package__}.worker"
 
     @property

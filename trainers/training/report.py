@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...plugins.huggingface_hub.cards import CARD_FILE
+from ..charts import steps
+from ..charts.canvas import panels, png
 from ..formats.rendering import table
 from ..runs.report import (
     REPORT_FILE,
     LaunchedOutcome,
     StepResult,
     card_text,
-    draw_steps,
-    empty_figure,
-    finish_axes,
     number,
     perplexity,
-    png,
     report_text,
 )
 from ..runs.settings import METRICS_FILE
@@ -112,9 +110,4 @@ def train_files(outcome: TrainOutcome) -> dict[str, str | bytes]:
 
 def train_figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
     """Return the chart: the loss of every logged step on the left, its learning rate on the right."""
-    drawn, nats, rate = empty_figure()
-    draw_steps(nats, metrics, {"loss": ("loss", "#4477aa")})
-    finish_axes(nats, "nats a token")
-    draw_steps(rate, metrics, {"learning_rate": ("learning rate", "#228833")})
-    finish_axes(rate, "learning rate")
-    return drawn
+    return panels(steps.losses(metrics), steps.learning_rate(metrics))

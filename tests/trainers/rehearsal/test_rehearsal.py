@@ -267,7 +267,9 @@ def test_bars_are_as_high_as_the_bytes(model: Path) -> None:
         place = round(patch.get_x() * 100)
         tops[place] = max(tops.get(place, 0.0), patch.get_y() + patch.get_height())
     assert [top for _, top in sorted(tops.items())] == pytest.approx([4.0, 5.0, 2.0, 0.0])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["loss", "step"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        f"{phase}\n{kind}" for phase in ("loss", "step") for kind in ("measured", "predicted")
+    ]
 
 
 def test_a_full_disk_leaves_the_earlier_report_whole(
@@ -276,7 +278,7 @@ def test_a_full_disk_leaves_the_earlier_report_whole(
     made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
     write_report(rehearsal(made, measured=MEASURED, predicted=PREDICTED), tmp_path / "output")
     before = {path.name: path.read_bytes() for path in (tmp_path / "output").iterdir()}
-    assert before.keys() == {"rehearsal.json", "rehearsal.png"}
+    assert before.keys() == {"rehearsal.json", "rehearsal.png", "report.html"}
     assert before["rehearsal.png"].startswith(b"\x89PNG")
 
     def full(_: int) -> None:
@@ -288,7 +290,7 @@ def test_a_full_disk_leaves_the_earlier_report_whole(
     assert {path.name: path.read_bytes() for path in (tmp_path / "output").iterdir()} == before
     monkeypatch.undo()
     write_report(rehearsal(made), tmp_path / "output")
-    assert [path.name for path in (tmp_path / "output").iterdir()] == ["rehearsal.json"]
+    assert {path.name for path in (tmp_path / "output").iterdir()} == {"rehearsal.json", "report.html"}
 
 
 def test_json_holds_roles_and_terms(model: Path) -> None:

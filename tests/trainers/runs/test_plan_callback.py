@@ -109,6 +109,11 @@ def test_an_attached_callback_reports_once_while_reporters_are_open(
     assert ours[0]["plan/predicted_allocated_gb"] == pytest.approx(allocated / 1e9)
     assert ours[0]["plan/step_seconds"] > 0
     assert any("plan/peak_allocated_gb" in logs for logs in trainer.state.log_history)
+    steps = [logs for logs in recorder.seen if "loss" in logs]
+    expected = Plan.load(planned).chosen.time.seconds
+    assert [logs["planned_step_seconds"] for logs in steps] == [pytest.approx(expected)] * 4
+    assert all(logs["step_seconds"] > 0 and "slowest_rank" not in logs for logs in steps), "one rank lags behind none"
+    assert not trainer.model._forward_hooks, "the model is left as it was"
 
     found = written(tmp_path)
     (rank,) = found.measured

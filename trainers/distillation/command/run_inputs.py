@@ -43,6 +43,7 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
     vocab_size: int | None
     """Tokens that both tokenizers have; `None` across tokenizers."""
 
+    kind = "distill"
     worker = f"{__package__}.worker"
 
     @property

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ....plugins.huggingface_hub.cards import CARD_FILE
+from ...charts import steps
+from ...charts.canvas import panels, png
 from ...formats.rendering import table
 from ...runs.report import (
     REPORT_FILE,
     LaunchedOutcome,
     StepResult,
     card_text,
-    draw_steps,
-    empty_figure,
-    finish_axes,
     number,
     perplexity,
-    png,
     report_text,
 )
 from ...runs.settings import METRICS_FILE
@@ -177,18 +175,4 @@ def _comparison_table(result: DistillationResult) -> str:
 
 def distillation_figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
     """Return the chart: what is minimised and measured in nats on the left, agreement on the right."""
-    drawn, nats, shares = empty_figure()
-    measured = {
-        "loss": ("loss", "#4477aa"),
-        "student_cross_entropy": ("student's cross-entropy", "#228833"),
-        "teacher_cross_entropy": ("teacher's cross-entropy", "#bbbbbb"),
-        "kl_per_token": ("KL(teacher | student)", "#ee6677"),
-    }
-    agreement = {
-        "top1_agreement": ("same most likely token", "#4477aa"),
-        "speculative_acceptance": ("expected speculative acceptance", "#ccbb44"),
-    }
-    for axes, curves, name in ((nats, measured, "nats a token"), (shares, agreement, "share of tokens")):
-        draw_steps(axes, metrics, curves)
-        finish_axes(axes, name)
-    return drawn
+    return panels(steps.losses(metrics), steps.shares(metrics))

@@ -69,6 +69,7 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     needs_calibration: bool
     """Whether ranges must be found before training."""
 
+    kind = "qat"
     worker = f"{__package__}.worker"
 
     @property

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....plugins.huggingface_hub.cards import CARD_FILE, shown_name
+from ...charts import steps
+from ...charts.canvas import GREEN, GREY, RED, panels, png
+from ...charts.kinds import columns
 from ...formats.rendering import table
 from ...runs.report import (
     REPORT_FILE,
     LaunchedOutcome,
     StepResult,
     card_text,
-    draw_steps,
-    empty_figure,
-    finish_axes,
     number,
     perplexity,
-    png,
     report_text,
 )
 from ...runs.settings import METRICS_FILE
@@ -34,7 +33,7 @@ SCHEMA_VERSION = 1
 """Version of `qat --format json`."""
 CHART_FILE = "qat.png"
 _TEMPLATES = "qat/command/templates"
-_COLOURS = ("#bbbbbb", "#ee6677", "#228833")
+_COLOURS = (GREY, RED, GREEN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,22 +220,10 @@ def _stage_table(result: QATResult) -> str:
 
 def qat_figure(outcome: QATOutcome) -> Figure:
     """Return the chart: perplexities on the left, the loss of every logged step on the right."""
-    drawn, bars, nats = empty_figure()
-    shown = [(stage, colour) for stage, colour in zip(stages(outcome.result), _COLOURS, strict=True)]
     names = {"dense": "before", "rounded": "rounded", "trained": "trained"}
-    for stage, colour in shown:
-        if stage.nats is not None:
-            height = math.exp(min(stage.nats, 700))
-            bar = bars.bar(names[stage.key], height, color=colour)
-            bars.bar_label(bar, [perplexity(stage.nats)], fontsize=8)
-    bars.set_title(f"{outcome.scheme.name} on {outcome.statistics.evaluation_samples} held-out samples", fontsize=9)
-    finish_axes(bars, "perplexity")
-    curves = {
-        "loss": ("loss", "#4477aa"),
-        "student_cross_entropy": ("cross-entropy", "#228833"),
-        "teacher_cross_entropy": ("teacher's cross-entropy", "#bbbbbb"),
-        "kl_per_token": ("KL(teacher | trained)", "#ee6677"),
-    }
-    draw_steps(nats, outcome.metrics, curves)
-    finish_axes(nats, "nats a token")
-    return drawn
+    nats = {names[stage.key]: stage.nats for stage in stages(outcome.result)}
+    found = {name: math.exp(min(value, 700)) for name, value in nats.items() if value is not None}
+    colours = [colour for name, colour in zip(nats, _COLOURS, strict=True) if name in found]
+    samples = outcome.statistics.evaluation_samples
+    bars = columns(found, f"perplexity on {samples} held-out samples", colours=colours)
+    return panels(bars, steps.losses(outcome.metrics))

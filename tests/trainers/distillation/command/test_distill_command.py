@@ -253,7 +253,7 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: P
     labels = [
         text.get_text() for axes in distillation_figure(found.metrics).axes for text in axes.get_legend().get_texts()
     ]
-    assert labels == ["loss", "KL(teacher | student)", "same most likely token"]
+    assert labels == ["loss", "KL(teacher | trained model)", "same most likely token as the teacher"]
 
 
 @pytest.mark.parametrize(

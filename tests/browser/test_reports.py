@@ -1,0 +1,58 @@
+"""Reports of real runs as people see them: in both schemes, at a desk, on a phone and on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from browsing import DESKTOP, PHONE, Visitor, accessibility_faults
+from shardwright.trainers.reports.make import check_report, report_html
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).parents[2]
+RUNS = ROOT / "tests" / "data" / "runs"
+PLAN = ROOT / "ds_configs" / "gallery" / "llama-3.1-8b_8xA100-80GB"
+FINDING = {
+    "kind": "error",
+    "where": "ds_config.json:3 zero_optimization.stage",
+    "value": 7,
+    "rule": "is 0 to 3",
+    "fix": "",
+}
+PAGES = {
+    "plan": [PLAN],
+    **{name: [RUNS / name] for name in ("rehearse", "train", "distill", "qat", "quantize", "evaluate")},
+    "comparison": [RUNS / name for name in ("train", "distill", "qat")],
+    "check": [],
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_report_is_readable_everywhere(name: str, visitor: Visitor, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    found = {"findings": [FINDING], "errors": 1, "files": ["ds_config.json"]}
+    file.write_text(check_report(found, command="shardwright check") if name == "check" else report_html(PAGES[name]))
+    for size, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
+        page = visitor.open(file, size, scheme)
+        requests: list[str] = []
+        page.on("request", lambda request, seen=requests: seen.append(request.url))
+        page.reload()
+        assert requests == [file.as_uri()], "the page is one file"
+        assert accessibility_faults(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0], "only tables scroll sideways"
+        # An axis is drawn in the colour of the text around it, or nobody sees it in the dark.
+        colours = "[...document.querySelectorAll('svg text')].map(text => getComputedStyle(text).fill)"
+        ink = page.evaluate("getComputedStyle(document.body).color")
+        assert set(page.evaluate(colours)) <= {ink}
+        # Nothing of a chart is cut off.
+        outside = """[...document.querySelectorAll('svg')].flatMap(svg => {
+            const frame = svg.getBoundingClientRect()
+            return [...svg.querySelectorAll('text')].filter(text => {
+                const box = text.getBoundingClientRect()
+                return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1
+            }).map(text => text.textContent)})"""
+        assert page.evaluate(outside) == []
+        visitor.picture(page, f"{name}-{scheme}-{size[0]}")
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.pdf().startswith(b"%PDF")

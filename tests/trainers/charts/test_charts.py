@@ -1,0 +1,75 @@
+"""Charts: legends that cover nothing, names of somebody else, and SVG that takes its colours from the page."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from shardwright.trainers.charts import kinds
+from shardwright.trainers.charts.canvas import Draw, panels, png, svg
+
+LOSSES = [(step, 3.0 / step) for step in range(1, 12)]
+HOSTILE = '<script>alert("$x$")</script>'
+DRAWN: dict[str, Draw] = {
+    "curves": kinds.curves({"loss": LOSSES, "KL": LOSSES}, "nats", expected=kinds.Expected(value=1, low=0.5, high=2)),
+    "parts": kinds.parts({"weights": 3.0, "gradients": 1.0}, "GB"),
+    "columns": kinds.columns({"before": 20.0, "trained": 12.0}, "perplexity"),
+    "stacks": kinds.stacks(
+        [("measured", {"a": 2.0, "b": 1.0}, False), ("predicted", {"a": 2.5}, True)],
+        "GB",
+        limit=("capacity", 4.0),
+        ranges={1: (2.0, 3.0)},
+    ),
+    "scatter": kinds.scatter({"chosen": [(1.0, 2.0)], "others": [(2.0, 1.0)]}, "GB", "tokens/s", limit=("most", 3.0)),
+    "distribution": kinds.distribution([0.1, 0.2, 0.15, 0.3], 0.19, 0.02, "nats", zero="none"),
+    "tail": kinds.tail({"0.5": 0.1, "0.9": 0.5, "1": 2.0}, 0.3, "nats"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_legend_lies_outside_of_what_it_explains(name: str) -> None:
+    drawn = panels(DRAWN[name])
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    legend = axes.get_legend()
+    if name in ("parts", "columns"):
+        assert legend is None
+        return
+    field, box = axes.get_window_extent(), legend.get_window_extent()
+    assert box.y0 >= field.y1 - 1
+    # In an axis of its own size nothing is cut off either.
+    assert drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1 and box.y1 <= drawn.bbox.y1
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_svg_is_whole_the_same_each_time_and_coloured_by_the_page(name: str) -> None:
+    first = svg(DRAWN[name], "one", "Title")
+    assert first == svg(DRAWN[name], "one", "Title")
+    root = ElementTree.fromstring(first.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))  # noqa: S314
+    assert root.get("aria-label") == "Title" and "width" not in root.attrib
+    identifiers = re.findall(r'\bid="([^"]*)"', first)
+    assert len(set(identifiers)) == len(identifiers) and all(each.startswith("one-") for each in identifiers)
+    used = re.findall(r'url\(#([^)]*)\)|xlink:href="#([^"]*)"', first)
+    assert {one or other for one, other in used} <= set(identifiers)
+    # Text and axes have no colour of their own: black would vanish on a dark page.
+    assert "currentColor" in first and "#000000" not in first and "#010203" not in first
+    parents = {child: parent for parent in root.iter() for child in parent}
+    texts = [element for element in root.iter() if element.tag.endswith("text")]
+    # Powers of ten are drawn in a group, which has their colour.
+    styles = [element.get("style", "") + parents[element].get("style", "") for element in texts]
+    assert texts and all("fill: currentColor" in style for style in styles)
+    assert "http" not in first.replace("http://www.w3.org/1999/xlink", "")
+
+
+def test_names_of_somebody_else_stay_text() -> None:
+    drawn = svg(kinds.curves({HOSTILE: LOSSES}, HOSTILE), "one", HOSTILE)
+    root = ElementTree.fromstring(drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))  # noqa: S314
+    assert root.get("aria-label") == HOSTILE
+    assert [element.text for element in root.iter() if element.text and "script" in element.text] == [HOSTILE] * 2
+    assert png(panels(kinds.columns({r"$\frac{": 1.0, "$$": 2.0}, "$_"))).startswith(b"\x89PNG")
+
+
+def test_every_part_of_a_stack_has_a_colour_of_its_own() -> None:
+    found = kinds.largest({str(place): float(place) for place in range(12)})
+    assert len(found) == 7 and sum(found.values()) == sum(range(12)) and list(found)[-1] == "other"
