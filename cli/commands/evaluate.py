@@ -75,11 +75,8 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
         Hub id or local directory with safetensors weights, plain or quantized.
     """
     from ...ds_configs.plan.output import output_faults, reserved
-    from ...ds_configs.plan.write import write_files
     from ...trainers.evaluation.evaluate import evaluate_model
-    from ...trainers.evaluation.report import evaluation_files
     from ...trainers.evaluation.text_windows import TextRequest
-    from ...trainers.reports.make import write_report
 
     output_dir, force = options.output_dir, options.force
     faults = _conflicts(options)
@@ -117,14 +114,22 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
             on_progress=on_progress,
         )
         if output_dir is not None:
-            write_files(evaluation_files(evaluation, command=command_line()), output_dir, force=True)
-            write_report(output_dir)
+            _write(evaluation, output_dir)
     if options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
     else:
         show_evaluation(evaluation, output_dir)
     return 0
+
+
+def _write(evaluation: Evaluation, output_dir: Path) -> None:
+    from ...ds_configs.plan.write import write_files
+    from ...trainers.evaluation.report import evaluation_files
+    from ...trainers.reports.make import write_html
+
+    write_files(evaluation_files(evaluation, command=command_line()), output_dir, force=True)
+    write_html(output_dir)
 
 
 def _sources(options: EvaluateOptions, model: str) -> dict[str, str | None]:

@@ -112,10 +112,10 @@ def plan_command(
 
 def _written(plan: Plan, directory: Path, *, force: bool) -> list[Path]:
     """Write the plan's files and its report."""
-    from ...trainers.reports.make import write_report
+    from ...trainers.reports.make import write_html
 
     files = replace(plan, command=command_line()).write(directory, force=force)
-    return [*files, write_report(directory)]
+    return [*files, write_html(directory)]
 
 
 def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> ComparedLayouts | None:

@@ -95,10 +95,10 @@ def columns(values: Mapping[str, float], vertical: str, *, colours: Sequence[str
     return draw
 
 
-def largest(values: Mapping[str, float], count: int = len(COLOURS) - 1) -> dict[str, float]:
+def largest_parts(values: Mapping[str, float], count: int = len(COLOURS) - 1) -> dict[str, float]:
     """Return the largest parts by name and the sum of all others, so that each has a colour of its own.
 
-    >>> largest({"a": 5.0, "b": 1.0, "c": 2.0, "d": 1.0}, 2)
+    >>> largest_parts({"a": 5.0, "b": 1.0, "c": 2.0, "d": 1.0}, 2)
     {'a': 5.0, 'c': 2.0, 'other': 2.0}
     """
     ordered = sorted(values.items(), key=lambda item: -item[1])

@@ -29,17 +29,17 @@ def points(metrics: Metrics, key: str) -> Points:
     return [(entry["step"], entry[key]) for entry in metrics if key in entry]
 
 
-def losses(metrics: Metrics) -> Draw:
+def loss_chart(metrics: Metrics) -> Draw:
     """Return the chart of everything in nats a token."""
     return _named(metrics, LOSSES, "nats a token")
 
 
-def shares(metrics: Metrics) -> Draw:
+def share_chart(metrics: Metrics) -> Draw:
     """Return the chart of shares of tokens."""
     return _named(metrics, SHARES, "share of tokens")
 
 
-def learning_rate(metrics: Metrics) -> Draw:
+def rate_chart(metrics: Metrics) -> Draw:
     """Return the chart of the learning rate."""
     return curves({"learning rate": points(metrics, "learning_rate")}, "learning rate", colours=[GREEN])
 

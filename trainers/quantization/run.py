@@ -24,7 +24,7 @@ from ..evaluation.result import Evaluation
 from ..evaluation.text_windows import TextRequest, TextWindows
 from ..formats.model_directory import copy_companions
 from ..formats.spqr_format import SMALL_DIRECTORY
-from ..reports.make import write_report
+from ..reports.make import write_html
 from ..verify.checkpoint import (
     PROBE_ROWS,
     PROBE_TOKENS,
@@ -171,7 +171,7 @@ def _run(
     )
     write_files(quantization_files(outcome), output_dir, force=True)
     try:
-        write_report(output_dir)
+        write_html(output_dir)
     except ShardwrightError as error:
         # The checkpoint is written and verified: that its report cannot be drawn is no reason to fail.
         notify(f"report.html was not written: {error}")

@@ -17,7 +17,7 @@ from ...ds_configs.specs.errors import UsageError
 from ..charts.canvas import panels, png
 from ..charts.kinds import stacks
 from ..reports.make import REPORT_FILE as HTML_FILE
-from ..reports.make import write_report as write_html
+from ..reports.make import write_html
 from ..reports.rehearsed import memory_bars
 from .checks import Check
 

@@ -1,4 +1,4 @@
-"""Reports of directories: `report_html` makes the page of one run or of several, `write_report` leaves it there."""
+"""Reports of directories: `report_html` makes the page of one run or of several, `write_html` leaves it there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report_html(directories: Sequence[str | Path]) -> str:
     return html(replace(comparison_page(pages), command=comparison_command(places)))
 
 
-def write_report(directory: Path) -> Path:
+def write_html(directory: Path) -> Path:
     """Write `report.html` beside the files of a run, from these files, and return its path.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..charts.canvas import Draw, svg
 from ..charts.kinds import Points
@@ -101,17 +101,14 @@ class Page:
 
 def html(page: Page) -> str:
     """Return the page as one HTML file; every text in it is escaped, as names and paths are somebody else's."""
-    from markupsafe import Markup
-
     from ... import __version__
 
     numbers = iter(range(1, 1000))
 
-    def drawn(chart: Chart) -> Any:
-        # What matplotlib writes has its texts escaped, and its identifiers are made here.
-        return Markup(svg(chart.draw, f"chart-{next(numbers)}", chart.title))  # noqa: S704
+    def drawn(chart: Chart) -> str:
+        return svg(chart.draw, f"chart-{next(numbers)}", chart.title)
 
-    style = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))  # noqa: S704
+    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     template = _environment().get_template("page.html.j2")
     return template.render(page=page, drawn=drawn, style=style, version=__version__)
 

@@ -9,7 +9,7 @@ from ...ds_configs.search.questions import doubts
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.units import human_count
 from ...ds_configs.step_time.terms import TIME_TERM_MEANINGS, time_term_name
-from ..charts.kinds import largest, parts, scatter, stacks
+from ..charts.kinds import largest_parts, parts, scatter, stacks
 from .page import Chart, Page, Section, Table, Tile
 from .words import gb, gb_range, plain, short_name, significant
 
@@ -107,7 +107,7 @@ def _memory(plan: Plan) -> Section:
     whole = Chart(
         title="Prediction and capacity, GB",
         draw=stacks(
-            [("predicted", largest({name.replace("_", " "): count / 1e9 for name, count in terms}), False)],
+            [("predicted", largest_parts({name.replace("_", " "): count / 1e9 for name, count in terms}), False)],
             "GB",
             limit=("capacity", gpu.capacity_bytes / 1e9),
             ranges={0: (gpu.low_bytes / 1e9, gpu.high_bytes / 1e9)},

@@ -1,4 +1,4 @@
-"""What lies in a run's directory, read with care: it may be somebody else's, damaged, or of another version."""
+"""Reading of a run's directory, with care: it may be somebody else's, damaged, or of another version."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ..charts.canvas import GREEN, GREY, RED
-from ..charts.kinds import Expected, columns, curves, largest, stacks
-from ..charts.steps import LOSSES, SHARES, Metrics, learning_rate, losses, points, shares
+from ..charts.kinds import Expected, columns, curves, largest_parts, stacks
+from ..charts.steps import LOSSES, SHARES, Metrics, loss_chart, points, rate_chart, share_chart
 from .page import Chart, Page, Section, Table, Tile
 from .planned import speed_interval
 from .words import gb, gb_range, mean_with_error, plain, short_name, significant, unit_of, with_error
@@ -124,14 +124,14 @@ def _measures(data: Mapping[str, Any], metrics: Metrics) -> Section:
         "told apart: they carry no error. `shardwright evaluate` gives one."
     )
     table = Table(headings=data["measures"]["headings"], rows=data["measures"]["rows"], caption=caption)
-    charts = [Chart(title="Loss by step, nats a token", draw=losses(metrics), note=_loss_note(data, metrics))]
+    charts = [Chart(title="Loss by step, nats a token", draw=loss_chart(metrics), note=_loss_note(data, metrics))]
     if any(points(metrics, key) for key in SHARES):
-        charts.append(Chart(title="Agreement with the teacher, share of tokens", draw=shares(metrics)))
+        charts.append(Chart(title="Agreement with the teacher, share of tokens", draw=share_chart(metrics)))
     if found:
         draw = columns(found, "perplexity", colours=(GREY, GREEN) if len(found) == 2 else (GREY, RED, GREEN))
         charts.append(Chart(title="Perplexity on held-out samples", draw=draw))
     if points(metrics, "learning_rate"):
-        charts.append(Chart(title="Learning rate", draw=learning_rate(metrics)))
+        charts.append(Chart(title="Learning rate", draw=rate_chart(metrics)))
     return Section(heading="What was learnt", charts=charts, tables=(table,))
 
 
@@ -187,7 +187,7 @@ def _memory(data: Mapping[str, Any], metrics: Metrics, plan: Plan) -> Section:
     terms = sorted(gpu.terms.items(), key=lambda item: -item[1])
     unit, size = unit_of([gpu.allocated_bytes])
     tensors = {name.replace("_", " "): count / size for name, count in terms if name not in outside}
-    bars: list[tuple[str, Mapping[str, float], bool]] = [("predicted", largest(tensors), True)]
+    bars: list[tuple[str, Mapping[str, float], bool]] = [("predicted", largest_parts(tensors), True)]
     if peak is not None:
         bars.append(("measured", {"tensors, measured": peak / size}, False))
     title = f"Tensors on the fullest accelerator, {unit}"

@@ -25,7 +25,7 @@ from ...plugins.huggingface_hub.push import pushed
 from ...plugins.launching.notes import Notify, OnProgress
 from ..data.samples import Samples
 from ..reports.make import REPORT_FILE as HTML_FILE
-from ..reports.make import write_report
+from ..reports.make import write_html
 from ..reports.read import TRAINING_FILE
 from .checkpoints import CHECKPOINTS
 from .inputs import evaluation_batch_size
@@ -186,7 +186,7 @@ def _run_training(
     files = {**files, TRAINING_FILE: outcome.figures(prepared.kind, result, command)}
     write_files(files, output_dir, force=True)
     try:
-        write_report(output_dir)
+        write_html(output_dir)
     except ShardwrightError as error:
         # The model is trained and saved: that its report cannot be drawn is no reason to fail.
         notify(f"{HTML_FILE} was not written: {error}")

@@ -110,4 +110,4 @@ def train_files(outcome: TrainOutcome) -> dict[str, str | bytes]:
 
 def train_figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
     """Return the chart: the loss of every logged step on the left, its learning rate on the right."""
-    return panels(steps.losses(metrics), steps.learning_rate(metrics))
+    return panels(steps.loss_chart(metrics), steps.rate_chart(metrics))

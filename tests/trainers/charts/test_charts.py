@@ -71,5 +71,5 @@ def test_names_of_somebody_else_stay_text() -> None:
 
 
 def test_every_part_of_a_stack_has_a_colour_of_its_own() -> None:
-    found = kinds.largest({str(place): float(place) for place in range(12)})
+    found = kinds.largest_parts({str(place): float(place) for place in range(12)})
     assert len(found) == 7 and sum(found.values()) == sum(range(12)) and list(found)[-1] == "other"

@@ -175,4 +175,4 @@ def _comparison_table(result: DistillationResult) -> str:
 
 def distillation_figure(metrics: Sequence[Mapping[str, float]]) -> Figure:
     """Return the chart: what is minimised and measured in nats on the left, agreement on the right."""
-    return panels(steps.losses(metrics), steps.shares(metrics))
+    return panels(steps.loss_chart(metrics), steps.share_chart(metrics))

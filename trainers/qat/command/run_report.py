@@ -226,4 +226,4 @@ def qat_figure(outcome: QATOutcome) -> Figure:
     colours = [colour for name, colour in zip(nats, _COLOURS, strict=True) if name in found]
     samples = outcome.statistics.evaluation_samples
     bars = columns(found, f"perplexity on {samples} held-out samples", colours=colours)
-    return panels(bars, steps.losses(outcome.metrics))
+    return panels(bars, steps.loss_chart(outcome.metrics))
