@@ -42,6 +42,7 @@ def launched_command(
         describe: Returns what a dry run shows beside settings, plan and data; receives the prepared training and
             `as_json`.
     """
+    from ..trainers.reports.make import REPORT_FILE as HTML_FILE
     from ..trainers.runs.run import run_training
 
     output_dir, as_json = options.output_dir, options.as_json
@@ -61,6 +62,7 @@ def launched_command(
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:
         show(outcome, output_dir)
+        note(f"a report to look at: {output_dir / HTML_FILE}")
     return 0
 
 

@@ -103,6 +103,8 @@ def plan_command(
     from ..show import show_plan
 
     show_plan(plan, output_dir if written else None)
+    if written:
+        print(f"Report: {written[-1]}")
     for line in shown_answers(answered):
         print(line)
     if layouts is not None:

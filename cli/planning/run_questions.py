@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import Field
 
-from ..ds_configs.plan.plan import Plan
-from ..ds_configs.search.choice import search
-from ..ds_configs.search.questions import (
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.search.choice import search
+from ...ds_configs.search.questions import (
     DeadlineAnswer,
     checkpoint_interval_seconds,
     lost_to_failures,
@@ -18,10 +18,10 @@ from ..ds_configs.search.questions import (
     run_cost,
     smallest_for_deadline,
 )
-from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.hardware import HardwareSpec
-from ..ds_configs.specs.settings import Settings
-from ..ds_configs.step_time.estimate import StepTime
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.settings import Settings
+from ...ds_configs.step_time.estimate import StepTime
 
 
 class RunQuestions(Settings):
