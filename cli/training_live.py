@@ -72,7 +72,7 @@ def _lag(told: Figures) -> Text | None:
     ratio = f"{told.slowest_rank_ratio:.2f} times the median"
     if told.slowest_rank_ratio < _LAGS:
         return Text(f"even; the slowest takes {ratio}", style="dim")
-    return Text(f"rank {told.slowest_rank} lags: {ratio} for its own part of a step", style="yellow")
+    return Text(f"rank {told.slowest_rank} lags: {ratio} to load and for a forward pass", style="yellow")
 
 
 class _WithFigures(Progress):

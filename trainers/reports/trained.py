@@ -163,7 +163,9 @@ def _speed(data: Mapping[str, Any], metrics: Metrics, plan: Plan) -> Section:
         charts.append(Chart(title="Tokens/s of all ranks", draw=draw, note="Dashed: what the plan predicted."))
     if lag := points(metrics, "slowest_rank_ratio"):
         draw = curves({"slowest rank": lag}, "times the median rank", expected=Expected(value=1, label="no lag"))
-        note = "Time until a rank has done the first forward pass of a step, beside the median rank's."
+        note = (
+            "Time for loading and the first forward pass of a step, which a rank does alone, beside the median rank's."
+        )
         charts.append(Chart(title="Rank that lags most", draw=draw, note=note))
     text = f"The prediction counts on {plan.hardware.gpu}: {plan.hardware.source}."
     return Section(heading="Speed", texts=(text,) if plan.hardware.source else (), charts=charts, tables=(table,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import TrainerCallback
@@ -17,8 +17,10 @@ class StepFiguresCallback(TrainerCallback):
     """Figures of the steps since the last logged one, which every log with a loss gets as further values.
 
     `step_seconds` is wall-clock time for each step, with data loading, without logging, evaluation and saving, of the
-    slowest rank. All ranks of a step end it together, as they exchange gradients; what tells a rank that lags is how
-    long it takes until its first forward pass is done (`slowest_rank`, and `slowest_rank_ratio` to the median rank).
+    slowest rank. All ranks of a step end it together, as they exchange gradients, and begin it together, as they count
+    the labels of all (transformers 5.17, `get_batch_samples`). What tells a rank that lags is what it does alone: to
+    load its samples, and the first forward pass of a step (`slowest_rank`, and `slowest_rank_ratio` to the median
+    rank). The first step of a training does not count there.
     Memory is what torch has allocated for tensors at most. Ranks meet once in a logged step, to gather three numbers.
 
     Args:
@@ -31,6 +33,7 @@ class StepFiguresCallback(TrainerCallback):
         self._plan, self._tokens_of = plan, tokens_of
         self._trainer: Any = None
         self._hook: Any = None
+        self._is_first = True
         self._begin()
 
     def attach(self, trainer: Any) -> None:
@@ -45,20 +48,40 @@ class StepFiguresCallback(TrainerCallback):
             log({**logs, **found}, *arguments, **keywords)
 
         trainer.log = log_with_figures
+        fetch = trainer.get_batch_samples
+
+        def timed_fetch(batches: Iterator[Any], *arguments: Any, **keywords: Any) -> Any:
+            return fetch(self._timed(batches), *arguments, **keywords)
+
+        trainer.get_batch_samples = timed_fetch
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield what an iterator does, and count how long it takes."""
+        while True:
+            began = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._loading += time.monotonic() - began
+            yield batch
 
     def _begin(self) -> None:
         self._began = self._resumed = time.monotonic()
         self._paused, self._steps, self._since = 0.0, 0, 0
+        self._loading = 0.0
         self._clocks: list[Callable[[], float]] = []
         self._stop: Callable[[], Callable[[], float]] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Listen to the model's forward pass, and begin to count."""
-        self._since = state.global_step
         model = kwargs.get("model")
         if model is not None and hasattr(model, "register_forward_hook"):
             self._hook = model.register_forward_hook(self._forward_done)
-        self._begin_stretch(state.global_step)
+        self._begin()
+        self._since = state.global_step
+        self._is_first = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""
@@ -66,15 +89,22 @@ class StepFiguresCallback(TrainerCallback):
             self._hook.remove()
             self._hook = None
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock of what this rank does alone."""
+        self._stop = _clock()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a step; where it is logged, gather the figures of all ranks."""
         self._steps += 1
+        if self._is_first:
+            # Its kernels are built, and its memory is found.
+            self._is_first, self._clocks, self._loading = False, [], 0.0
         if control.should_log:
             _await_device()
             self.figures = self._gathered(state.global_step)
-            self._begin_stretch(state.global_step)
+            self._begin()
+            self._since = state.global_step
         self._resumed = time.monotonic()
-        self._stop = _clock()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave out what was no training."""
@@ -92,15 +122,9 @@ class StepFiguresCallback(TrainerCallback):
         now = time.monotonic()
         self._paused += now - self._resumed
         self._resumed = now
-        self._stop = _clock()
-
-    def _begin_stretch(self, step: int) -> None:
-        self._begin()
-        self._since = step
-        self._stop = _clock()
 
     def _forward_done(self, *_: Any) -> None:
-        """Take the time of the first forward pass of a step: what a rank does before it meets the others."""
+        """Take the time of the first forward pass of a step."""
         if self._stop is not None:
             self._clocks.append(self._stop())
             self._stop = None
@@ -112,7 +136,8 @@ class StepFiguresCallback(TrainerCallback):
         own = [clock() for clock in self._clocks]
         present = torch.cuda.is_available()
         peak = torch.cuda.max_memory_allocated() / 1e9 if present else math.nan
-        mine = torch.tensor([[seconds, statistics.fmean(own) if own else math.nan, peak]], dtype=torch.float32)
+        alone = statistics.fmean(own) + self._loading / len(own) if own else math.nan
+        mine = torch.tensor([[seconds, alone, peak]], dtype=torch.float32)
         ranks = self._trainer.accelerator.gather(mine.to(self._trainer.args.device)).tolist()
         return self._named(ranks, step)
 

@@ -21,7 +21,7 @@ class Figures:
     peak_allocated_gb: float | None = None
     """Tensors on the fullest accelerator, at most."""
     slowest_rank: int | None = None
-    """Rank whose own part of a step takes longest."""
+    """Rank that takes longest for what it does alone: loading samples, and the first forward pass of a step."""
     slowest_rank_ratio: float | None = None
     """How many times the median rank's."""
 

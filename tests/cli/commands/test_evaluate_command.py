@@ -100,6 +100,7 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
     found = json.loads(result.out)
     assert sorted(path.name for path in output.iterdir()) == sorted([*FILE_NAMES, "report.html"])
     written = json.loads((output / "evaluation.json").read_text())
+    assert written.pop("command").startswith("shardwright evaluate ")
     assert written == {key: value for key, value in found.items() if key != "output_dir"}
     assert found["text"]["predicted_tokens"] == 6 * 63 and found["text"]["source"] == "python-help"
     for role, directory in (("model", halved_llama), ("baseline", tiny_llama)):

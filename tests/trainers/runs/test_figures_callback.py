@@ -1,0 +1,65 @@
+"""Figures of a running training: two ranks of which one is slow, and what a progress line tells."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+from shardwright.trainers.runs import figures_callback, progress
+from warm_ranks import run_ranks
+
+RANK = """
+import json, os, sys, time
+import torch
+from transformers import Trainer, default_data_collator
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.transformers.training_arguments import training_arguments
+from shardwright.trainers.runs.figures_callback import StepFiguresCallback
+from small_models import llama
+
+SLOW, SECONDS, STEPS = 1, 0.15, 4
+settings = {"per_device_train_batch_size": 2, "max_steps": STEPS, "logging_steps": 2, "report_to": "none",
+            "disable_tqdm": True, "output_dir": sys.argv[1], "save_strategy": "steps", "save_steps": 2}
+arguments = training_arguments(settings, configure_cpu_ranks("ddp"))
+
+def batch(samples):
+    if int(os.environ["RANK"]) == SLOW:
+        time.sleep(SECONDS)
+    return default_data_collator(samples)
+
+ids = torch.arange(8)
+trainer = Trainer(model=llama(hidden_size=32, vocab_size=64), args=arguments, data_collator=batch,
+                  train_dataset=[{"input_ids": ids, "labels": ids}] * 32)
+StepFiguresCallback(tokens_of=lambda steps: 32 * steps).attach(trainer)
+trainer.train()
+assert not trainer.model._forward_hooks
+if int(os.environ["RANK"]) == 0:
+    print("LOGGED", json.dumps([entry for entry in trainer.state.log_history if "loss" in entry]))
+"""
+
+
+@pytest.mark.parametrize("module", [figures_callback, progress])
+def test_examples(module) -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.distributed
+def test_a_slow_rank_is_named_and_whole_steps_are_not_what_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    printed = run_ranks([tmp_path / "rank.py", tmp_path / "out"], ranks=2)
+    line = next(line for line in printed.splitlines() if "LOGGED" in line)
+    logged = json.loads(line.partition("LOGGED ")[2])
+    assert [entry["step"] for entry in logged] == [2, 4]
+    for entry in logged:
+        assert entry["slowest_rank"] == 1 and 1.4 < entry["slowest_rank_ratio"] <= 2
+        assert entry["step_seconds"] >= 0.1, "the sleep is part of a step of both"
+        assert entry["tokens_per_second"] == pytest.approx(32 / entry["step_seconds"], rel=1e-3)
+        assert "peak_allocated_gb" not in entry, "there is no accelerator"
+
+
+def test_figures_that_are_not_told_are_not_known() -> None:
+    found = progress.Figures.told({"step": 3, "loss": 2, "slowest_rank": 1.0, "other": 5})
+    assert found == progress.Figures(loss=2.0, slowest_rank=1)
+    assert str(progress.Figures()) == ""
