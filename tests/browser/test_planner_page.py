@@ -75,7 +75,7 @@ def upload(page: Page, path: Path) -> None:
     chooser.value.set_files(path)
 
 
-def test_a_plan_grows_to_two_nodes_and_its_files_pass_check(visitor, address, tmp_path, capsys) -> None:
+def test_a_plan_grows_to_two_nodes_and_its_files_pass_check(visitor, address, tmp_path, monkeypatch, capsys) -> None:
     page = opened(visitor, address)
     shown_plan(page, "meta-llama/Llama-3.1-8B", "8xA100-80GB", "ZeRO-3")
     visitor.picture(page, "ui-desktop")
@@ -96,7 +96,7 @@ def test_a_plan_grows_to_two_nodes_and_its_files_pass_check(visitor, address, tm
         packed.extractall(tmp_path)
     directory = tmp_path / archive.stem
     assert json.loads((directory / "config.json").read_text())["model_type"] == "qwen2"
-    os.chdir(directory)
+    monkeypatch.chdir(directory)
     assert run(["check", "."]) == 0
     assert "0 error(s), 0 warning(s)" in capsys.readouterr().out
 

@@ -57,7 +57,7 @@ MODELS = ["/etc/passwd", "../model", "~", "a/b/c", "x.json ", "<b>", "a\nb", "",
 CLUSTERS = ["local", "/etc/hosts.yaml", "cluster.yaml", "8xA100-80GB+8xT4", "0xT4", "-1xT4"]
 
 
-@pytest.mark.parametrize(("model", "hardware"), zip(MODELS, [*CLUSTERS, *CLUSTERS[:3]], strict=True))
+@pytest.mark.parametrize(("model", "hardware"), list(zip(MODELS, [*CLUSTERS, *CLUSTERS[:3]], strict=True)))
 def test_no_path_of_this_machine_is_read(model, hardware, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.yaml").write_text("gpu: A100-80GB\n")
