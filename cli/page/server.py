@@ -82,7 +82,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def make_app(*, only_loopback: bool) -> FastAPI:
+def make_app(host: str) -> FastAPI:
     """Return the program of the server; on loopback it answers to names of this machine alone.
 
     A page of somebody else's, whose name leads to 127.0.0.1, would otherwise be answered too.
@@ -94,8 +94,8 @@ def make_app(*, only_loopback: bool) -> FastAPI:
     from .app import build_page, head, theme
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    if only_loopback:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
+    if is_loopback(host):
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "::1", "[::1]", host])
     app.add_middleware(_Headers)
     mounted: FastAPI = gradio.mount_gradio_app(
         app,
@@ -133,7 +133,7 @@ def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
         from .planned import known_models
 
         known_models()
-        server = uvicorn.Server(uvicorn.Config(make_app(only_loopback=is_loopback(host)), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(make_app(host), log_level="warning"))
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{listener.getsockname()[1]}")
         server.run(sockets=[listener])
