@@ -49,15 +49,19 @@ def name_without_module(app: Any, env: Any, node: Any, shown: Any) -> Any:
     return None
 
 
-def level_of_captions(_app: Any, _page: str, _template: str, context: dict[str, Any], _tree: Any) -> None:
-    """Captions of the navigation are headings without a level (sphinx 9.0.4), which readers of screens cannot place."""
-    tree = context.get("furo_navigation_tree")
-    if tree:
+def refined(_app: Any, _page: str, _template: str, context: dict[str, Any], _tree: Any) -> None:
+    """Give captions of the navigation a level, without which readers of screens cannot place them (sphinx 9.0.4).
+
+    Options in code get a class as well, by which they are not broken behind their hyphens.
+    """
+    if tree := context.get("furo_navigation_tree"):
         context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    if body := context.get("body"):
+        context["body"] = body.replace('<span class="pre">--', '<span class="pre option">--')
 
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", docstring_of_attribute, priority=400)
     # After Furo has made the navigation.
-    app.connect("html-page-context", level_of_captions, priority=900)
+    app.connect("html-page-context", refined, priority=900)
     app.connect("missing-reference", name_without_module)
