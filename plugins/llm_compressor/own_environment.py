@@ -6,7 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,9 @@ class OwnEnvironment:
     """Where it lies."""
     requirements: tuple[str, ...]
     """As pip reads them: Shardwright with its extra, and the releases that are held."""
+
+    source_tree: Path | None = None
+    """Directory that Shardwright is built from, where it is one."""
 
     @property
     def python(self) -> Path:
@@ -86,8 +90,12 @@ def planned_environment(directory: Path, *, source: str | None = None, force: bo
         faults.append(Fault(where="source", value=source, rule=rule, fix=fix))
     if faults:
         raise UsageError(faults)
+    tree = Path(source or _own_source())
     held = (f"{name}<={version}" for name, version in CEILINGS.items())
-    return OwnEnvironment(directory=directory, requirements=(requirement, f"llmcompressor=={SEEN_IN}", *held))
+    requirements = (requirement, f"llmcompressor=={SEEN_IN}", *held)
+    return OwnEnvironment(
+        directory=directory, requirements=requirements, source_tree=tree.resolve() if tree.is_dir() else None
+    )
 
 
 def create_environment(planned: OwnEnvironment, *, notify: Notify) -> dict[str, str]:
@@ -103,12 +111,28 @@ def create_environment(planned: OwnEnvironment, *, notify: Notify) -> dict[str, 
         notify(f"making an environment in {planned.directory}")
         _run([sys.executable, "-I", "-m", "venv", "--clear", str(place)], "python3-venv may have to be installed")
         notify("pip fetches and installs; this takes minutes")
-        _run(planned.pip_arguments, "pip's own settings, such as PIP_INDEX_URL, are kept")
+        with _unchanged(planned.source_tree):
+            _run(planned.pip_arguments, "pip's own settings, such as PIP_INDEX_URL, are kept")
         _run([str(planned.python), "-I", str(planned.command), "--version"], "the installation does not start")
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
     return planned.versions()
+
+
+@contextmanager
+def _unchanged(tree: Path | None) -> Iterator[None]:
+    """Take away what a build by setuptools leaves in a source tree, but for what lay there before."""
+
+    def built() -> set[Path]:
+        return set() if tree is None else {tree / "build", *tree.glob("*.egg-info")}
+
+    before = {place for place in built() if place.exists()}
+    try:
+        yield
+    finally:
+        for place in built() - before:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _run(arguments: Sequence[str], advice: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from shardwright.cli.main import run
 from shardwright.plugins.llm_compressor.ceilings import CEILINGS, SEEN_IN
-from shardwright.plugins.llm_compressor.own_environment import planned_environment
+from shardwright.plugins.llm_compressor.own_environment import create_environment, planned_environment
 
 PROGRAM = "import sys\n\n\ndef main():\n    print('0.1.0')\n"
 
@@ -73,6 +73,23 @@ def test_it_is_made_said_and_not_made_twice(index: Path, capfd: pytest.CaptureFi
     assert len(said) == 1
     assert "No matching distribution found for llmcompressor" in said[0]
     assert not Path("other").exists()
+
+
+def test_a_source_tree_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwright.plugins.llm_compressor import own_environment
+
+    tree = tmp_path / "tree"
+    (tree / "mine.egg-info").mkdir(parents=True)
+
+    def build(arguments: list[str], advice: str) -> None:
+        if "pip" in arguments:
+            (tree / "build" / "lib").mkdir(parents=True)
+            (tree / "shardwright.egg-info").mkdir()
+
+    monkeypatch.setattr(own_environment, "_run", build)
+    planned = planned_environment(tmp_path / "own", source=str(tree))
+    assert create_environment(planned, notify=print) == {}
+    assert [path.name for path in tree.iterdir()] == ["mine.egg-info"]
 
 
 @pytest.mark.parametrize(
