@@ -20,7 +20,8 @@ from memory_cases import AttentionCase
 from metered_launch import measure_cases
 from shardwright.ds_configs.legality.candidate import Candidate
 from shardwright.ds_configs.legality.model_rules import MODEL_RULES
-from shardwright.ds_configs.memory.activation_source import activations_are_stored
+from shardwright.ds_configs.memory.activation_bound import BOUND_SOURCE
+from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
 from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -190,8 +191,9 @@ class Metered:
         if "peak_bytes" in found and (refused := refusal(case)) is None:
             terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
             error = max(sum(terms[name].values()) for name in terms if name != "init") / found["peak_bytes"] - 1
-            self.errors[row["source"]].append(error)
-            if row["source"] == "stored":
+            traced = cached_activations(case.spec(), case.job())(case.strategy().micro_batch_size, "bf16").source
+            self.errors["upper bound" if traced.startswith(BOUND_SOURCE) else "stored"].append(error)
+            if not traced.startswith(BOUND_SOURCE):
                 self.families.add(row["class"])
             return f"{found['peak_bytes'] / 1e6:.1f} MB, {error:+.1%}"
         refused = refusal(case)
@@ -211,7 +213,9 @@ def table(rows: Sequence[dict[str, Any]], meter: Metered) -> str:
     for row in rows:
         same = "" if row["built"] == row["parameters"] else f" (built: {row['built']:,})"
         cells = [row["class"], f"{row['parameters']:,}{same}", f"{row['cold']:.2f} s", f"{row['warm']:.2f} s"]
-        cells += [row["source"], ", ".join(row["legal"]), *meter.cells(row)]
+        runs = meter.cells(row)
+        partly = row["source"] == "upper bound" and row["class"] in meter.families
+        cells += ["stored in bf16" if partly else row["source"], ", ".join(row["legal"]), *runs]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -237,7 +241,8 @@ in [a guide](../guides/add_a_family.md).
   loads its module; the slowest second plan takes {slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are those of
   one slow core, without waiting for others.
 - Activations are *stored* where traced coefficients of the family ship with the package (`ds_configs/data`), and an
-  *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)).
+  *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)); *stored in bf16* is bounded where
+  weights are fp32.
 - Legal are engines and axes of the layouts that were weighed.
 - The last four columns are metered: a shrunken model (widths of 256, sequences of {SEQ_LEN_TOKENS} tokens, bf16, no
   dropout) trains on two CPU ranks through the stock Trainer with the byte meter on, all its weights or adapters on
