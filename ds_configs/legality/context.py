@@ -33,6 +33,7 @@ def context_parallel_faults(
     model_type: str = "",
     layer_types: Iterable[str] = (),
     attention_window_tokens: int | None = None,
+    has_equal_head_widths: bool = True,
     mask_dimensions: int = 2,
     packed: bool = False,
     left_padded: bool = False,
@@ -55,6 +56,7 @@ def context_parallel_faults(
         model_type: As in `config.json`.
         layer_types: As in `config.json`; empty where every layer is of the model's one type.
         attention_window_tokens: Tokens that a layer looks back; `None` for all.
+        has_equal_head_widths: Whether keys are as wide as values (they are not in multi-head latent attention).
         mask_dimensions: Dimensions of the attention mask in a batch.
         packed: Whether documents share a row.
         left_padded: Whether padding stands before tokens.
@@ -80,6 +82,10 @@ def context_parallel_faults(
         fix = "use dp_replicate = 1 (--strategy fsdp2) or dp_shard > 1 (a smaller --context-parallel-size)"
         faults.append(Fault(where="cp", value=size, rule=rule, fix=fix))
     faults += _attention(size, attention, model_type, layer_types, attention_window_tokens)
+    if not has_equal_head_widths:
+        # SDPA takes its plain kernel then, whose mask no rank's part of the sequence is added to: torch fails.
+        rule = "passes keys and values of one width around, and latent attention has keys wider than values"
+        faults.append(Fault(where="cp", value=size, rule=rule, fix="use cp = 1"))
     if names_self_attention is False or (names_self_attention is None and model_type in OTHER_ATTENTION):
         rule = f"finds no attention to run in {model_type or 'the model'}: accelerate looks for modules named self_attn"
         faults.append(Fault(where="cp", value=size, rule=rule, fix="use cp = 1, or sp with DeepSpeed"))

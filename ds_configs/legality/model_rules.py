@@ -7,6 +7,9 @@ from ..specs.job import CHUNKED_LOSS_FAMILIES
 from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
 from .candidate import Candidate, Rule
 
+_SHARED_LAYERS = frozenset({"zamba", "zamba2"})
+"""`model_type`s of transformers 5.17.0 in which several layers hold the same parameters."""
+
 
 def sharded_parameters_have_dimensions(candidate: Candidate) -> Fault | None:
     """DeepSpeed and FSDP2 take no parameter without dimensions, such as CLIP's `logit_scale`.
@@ -40,6 +43,21 @@ def zero3_builds_the_model(candidate: Candidate) -> Fault | None:
         value=3,
         rule="divides parameters while the model is built, and Whisper reads their shapes there",
         fix="use ZeRO-2 or FSDP2",
+    )
+
+
+def fsdp2_units_share_nothing(candidate: Candidate) -> Fault | None:
+    """FSDP2 divides layer by layer, and takes no parameter that several layers hold, as Zamba's attention.
+
+    torch 2.13 refuses it by name when the second layer is wrapped.
+    """
+    if candidate.strategy.engine != "fsdp2" or candidate.model.model_type not in _SHARED_LAYERS:
+        return None
+    return Fault(
+        where="engine",
+        value="fsdp2",
+        rule=f"divides each layer alone, and layers of {candidate.model.model_type} share parameters",
+        fix="use a ZeRO stage",
     )
 
 
@@ -147,5 +165,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     shared_sequences_are_causal,
     sharded_parameters_have_dimensions,
     zero3_builds_the_model,
+    fsdp2_units_share_nothing,
 )
 """All rules of models, in the order in which they are checked."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..specs.errors import Fault
+from ..specs.model import ModelSpec
 from .candidate import Candidate, Rule, divides
 from .context import context_parallel_faults
 from .expert import expert_faults
 from .pipeline import pipeline_faults
-from .sequence import sequence_parallel_faults
+from .sequence import equal_head_widths, sequence_parallel_faults
 from .tensor import tensor_parallel_faults
 
 AxisRule = Callable[[Candidate], list[Fault]]
@@ -74,7 +75,7 @@ def sequence_parallelism(candidate: Candidate) -> list[Fault]:
         model_type=model.model_type,
         layer_types=model.layer_types,
         attention_window_tokens=model.sliding_window,
-        has_equal_head_widths=not model.model_type.startswith(("deepseek_v2", "deepseek_v3")),
+        has_equal_head_widths=_has_equal_head_widths(model),
         context_parallel_size=strategy.cp,
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
@@ -94,6 +95,7 @@ def context_parallelism(candidate: Candidate) -> list[Fault]:
         model_type=model.model_type,
         layer_types=model.layer_types,
         attention_window_tokens=model.sliding_window,
+        has_equal_head_widths=_has_equal_head_widths(model),
         sequence_parallel_size=strategy.sp,
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
@@ -101,6 +103,10 @@ def context_parallelism(candidate: Candidate) -> list[Fault]:
         dp_replicate=strategy.dp_replicate,
         dp_shard=strategy.dp_shard,
     )
+
+
+def _has_equal_head_widths(model: ModelSpec) -> bool:
+    return equal_head_widths({name.removeprefix("text_config."): value for name, value in model.settings})
 
 
 def expert_parallelism(candidate: Candidate) -> list[Fault]:

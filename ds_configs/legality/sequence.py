@@ -7,8 +7,9 @@ the mask of the model is not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..specs.errors import Fault
 from .candidate import divides, nearest
@@ -118,6 +119,17 @@ def attention_faults(*, attention: str, mask_dimensions: int = 2, offered: Seque
         fix = "give a mask [batch, sequence] of right padding, or none"
         faults.append(Fault(where="attention_mask", value=f"{mask_dimensions}-D", rule=rule, fix=fix))
     return faults
+
+
+def equal_head_widths(values: Mapping[str, Any]) -> bool:
+    """Return whether heads' values are as wide as their keys, by the names that configurations of Transformers have.
+
+    >>> equal_head_widths({"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128})
+    False
+    """
+    width = values.get("v_head_dim")
+    keys = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0)
+    return width is None or width == (keys or values.get("head_dim", width))
 
 
 def rotation_faults(rope_type: str) -> list[Fault]:

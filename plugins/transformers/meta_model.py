@@ -29,6 +29,7 @@ _RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout", "hidden_dropout_prob", 
 """Dropout of what attention and MLP add to the residual stream, as GPT-2, StarCoder2, BERT, Falcon and OPT call it."""
 _OTHER_SETTINGS = ("_token_id", "_version", "_token_index", "_range", "_name_or_path", "_hidden_states", "_attentions")
 """Ends of names that say nothing about a model's sizes or operators."""
+_SIZES = frozenset({"hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer"})
 _POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
@@ -54,8 +55,10 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
             fix = "its config names no version that knows it"
         rule = f"is unknown to transformers {transformers.__version__}"
         raise RefusedInputError(Fault(where=f"{source}: model_type", value=model_type, rule=rule, fix=fix))
-    values = _without_code(config)
+    # Transformers writes infinities, as of state space layers' time steps, as tagged objects.
+    values = _without_code(transformers.PreTrainedConfig._decode_special_floats(dict(config)))
     del values["model_type"]
+    _check_text_part(config, model_type, source)
     architecture = (config.get("architectures") or [None])[0]
     try:
         with _no_network(), _counted_modules(), torch.device("meta"):
@@ -76,6 +79,20 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
         raise RefusedInputError(
             Fault(where=source, rule=f"transformers cannot build this {model_type} config ({detail})")
         ) from None
+
+
+def _check_text_part(config: Mapping[str, Any], model_type: str, source: str) -> None:
+    """Refuse a model of several parts that says nothing of its text model: Transformers would take its defaults.
+
+    Older models state the sizes outside of the part, or call it `text_config_dict`.
+    """
+    from transformers import CONFIG_MAPPING
+
+    parts = getattr(CONFIG_MAPPING[model_type], "sub_configs", None) or {}
+    stated = [key for key, value in config.items() if key.startswith("text_config") and value is not None]
+    if "text_config" in parts and not stated and not _SIZES.intersection(config):
+        rule = f"is missing, and transformers would build the text model of a default {model_type}"
+        raise RefusedInputError(Fault(where=f"{source}: text_config", rule=rule, fix="write its sizes"))
 
 
 def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def findings(asked: Sequence[tuple[str, str]], directory: Path) -> Iterator[tupl
     references: dict[str, dict[str, Any]] = {}
     waiting = list(asked)
     while waiting:
-        done = _attempt(waiting, directory)
+        done = attempt(waiting, directory, Path(__file__))
         for (class_name, axis), own in done:
             if "losses" in own and class_name not in references:
                 references[class_name] = record(class_name, ONE_PROCESS, str(directory))
@@ -72,14 +72,16 @@ def _compared(own: dict[str, Any], reference: dict[str, Any]) -> dict[str, str]:
     return {"state": "passes" if difference <= LOSS_TOLERANCE else "broken", "said": f"{difference:.1e}"}
 
 
-def _attempt(asked: Sequence[tuple[str, str]], directory: Path) -> list[tuple[tuple[str, str], dict[str, Any]]]:
-    """Run until one ends its ranks; the rest is for the next attempt."""
+def attempt(
+    asked: Sequence[tuple[str, str]], directory: Path, worker: Path
+) -> list[tuple[tuple[str, str], dict[str, Any]]]:
+    """Let ranks of a script train until one ends them; the rest is for the next attempt."""
     from warm_ranks import RanksFailedError, run_ranks
 
     failure = "no record"
     try:
         timeout = min(600.0, 60.0 + _SECONDS_OF_A_FAMILY * len(asked))
-        run_ranks([Path(__file__), directory, json.dumps(asked)], ranks=RANKS, timeout_seconds=timeout)
+        run_ranks([worker, directory, json.dumps(asked)], ranks=RANKS, timeout_seconds=timeout)
     except RanksFailedError as error:
         failure = str(error)
     done = []

@@ -75,6 +75,7 @@ CASES = {
     ),
     "scalar": (FSDP2, {"model": SCALAR}, "takes no parameters without dimensions, such as logit_scale; use ddp"),
     "built in pieces": (ZERO3, {"model": replace(LLAMA, model_type="whisper")}, "use ZeRO-2 or FSDP2"),
+    "shared layers": (FSDP2, {"model": replace(LLAMA, model_type="zamba2")}, "share parameters; use a ZeRO stage"),
     "stage": (replace(FSDP2, zero_stage=2), {}, "zero_stage = 2: with engine fsdp2 must be one of [None]"),
     "stage 4": (replace(ZERO1, zero_stage=4), {}, "must be one of [0, 1, 2, 3]"),
     "single": (Strategy(engine="single", dp_replicate=8), {}, "needs 1 rank, not 8; use ddp"),

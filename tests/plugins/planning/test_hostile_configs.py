@@ -168,3 +168,22 @@ def test_remote_code_is_planned_from_the_shapes_of_its_checkpoint(tmp_path: Path
     assert spec.group_counts() == groups
     assert not spec.tied_embeddings
     assert plan(str(tmp_path), "1xA100-80GB", seq_len=64, calibration=None).activations == "upper bound"
+
+
+@pytest.mark.parametrize("part", [{}, {"text_config": None}])
+def test_a_model_of_parts_that_says_nothing_of_its_text_model_is_refused(
+    tmp_path: Path, part: dict[str, Any]
+) -> None:
+    config = {"model_type": "gemma3", "vision_config": VISION} | part
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedInputError, match="text_config: is missing"):
+        load_model_spec(str(tmp_path))
+
+
+def test_infinities_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    from transformers import Mamba2Config
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 100}
+    Mamba2Config(**sizes, n_groups=1, state_size=8, architectures=["Mamba2ForCausalLM"]).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert load_model_spec(str(tmp_path)).spec.architecture == "Mamba2ForCausalLM"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....ds_configs.legality.context import context_parallel_faults
+from ....ds_configs.legality.sequence import equal_head_widths
 from ....ds_configs.specs.errors import Fault, UsageError
 from ....plugins.accelerate.cpu_ranks import engine_from_environment
 from ....plugins.accelerate.ring_attention_cpu import enable_cpu_ring_attention
@@ -180,6 +181,7 @@ def _model_faults(arguments: Any, model: Any, size: int, replicas: int) -> list[
         model_type=text.model_type,
         layer_types=tuple(getattr(text, "layer_types", None) or ()),
         attention_window_tokens=attention_window(text),
+        has_equal_head_widths=equal_head_widths(text.to_dict()),
         rope_type=rotation(text),
         dp_replicate=replicas,
         dp_shard=arguments.world_size // (size * replicas) if size > 0 else None,

@@ -10,6 +10,7 @@ from ....ds_configs.legality.sequence import (
     LENGTH_DEPENDENT_ROTATIONS,
     UNSHAREABLE_MODELS,
     WITHOUT_MASK,
+    equal_head_widths,
     sequence_parallel_faults,
 )
 from ....ds_configs.specs.errors import Fault
@@ -34,7 +35,7 @@ def model_faults(model: Any, *, size: int, world_size: int, engine: str = "deeps
         model_type=text.model_type,
         layer_types=tuple(getattr(text, "layer_types", None) or ()),
         attention_window_tokens=attention_window(text),
-        has_equal_head_widths=_has_equal_head_widths(text),
+        has_equal_head_widths=equal_head_widths(text.to_dict()),
         rope_type=rotation(text),
         offered_attention=_offered_attention(inner),
     )
@@ -171,14 +172,6 @@ def attention_window(text: Any) -> int | None:
         return None
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
     return window if isinstance(window, int) else None
-
-
-def _has_equal_head_widths(text: Any) -> bool:
-    values = getattr(text, "v_head_dim", None)
-    if values is None:
-        return True
-    keys = (getattr(text, "qk_nope_head_dim", None) or 0) + (getattr(text, "qk_rope_head_dim", None) or 0)
-    return bool(values == (keys or getattr(text, "head_dim", values)))
 
 
 def _offered_attention(inner: Any) -> tuple[str, ...]:

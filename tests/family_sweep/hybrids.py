@@ -1,0 +1,293 @@
+"""Models whose layers are of several kinds, under every engine, axis and trainer: what is offered, and what happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from family_sweep.checks import LOSS_TOLERANCE, Finding, arguments_in, losses_of, samples
+from family_sweep.tiny_configs import VOCAB_SIZE, small_config, small_values
+from shardwright.ds_configs.specs.errors import ShardwrightError
+from shardwright.ds_configs.specs.strategy import Strategy
+
+RANKS, SAMPLES_OF_A_STEP, SEQ_LEN = 2, 4, 16
+Training = Literal["full", "lora", "distillation", "qat"]
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3NextForCausalLM": (
+        "linear attention, attention, experts beside a shared one",
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "MambaForCausalLM": ("state spaces alone", {}),
+    "JambaForCausalLM": (
+        "Mamba, attention, experts",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
+    "BambaForCausalLM": ("Mamba-2 and attention", {"attn_layer_indices": [1]}),
+    "Zamba2ForCausalLM": (
+        "Mamba-2, and one attention layer that several places share",
+        {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    ),
+    "Lfm2ForCausalLM": ("short convolutions and attention", {"layer_types": ["conv", "full_attention"]}),
+    "GptOssForCausalLM": ("sliding and full attention with sinks, experts", {"sliding_window": 8}),
+    "Gemma3ForCausalLM": (
+        "sliding and full attention",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Gemma3ForConditionalGeneration": ("a frozen vision tower, sliding and full attention", {}),
+    "DeepseekV2ForCausalLM": ("latent attention, a dense layer, experts beside a shared one", {}),
+    "DeepseekV3ForCausalLM": ("latent attention, a dense layer, experts beside a shared one", {"n_group": 2}),
+}
+"""Classes, what their layers are, and what the smallest configuration needs to have a layer of each kind."""
+_IMAGE_TOKENS = ("boi_token_index", "image_token_index", "eoi_token_index")
+_BEGIN_IMAGE, _IMAGE, _END_IMAGE = VOCAB_SIZE - 3, VOCAB_SIZE - 1, VOCAB_SIZE - 2
+_IMAGE_LENGTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One column of the table."""
+
+    strategy: Strategy
+    training: Training = "full"
+
+
+def _zero(stage: int, **axes: int) -> Strategy:
+    return Strategy(engine="deepspeed", zero_stage=stage, dp_shard=RANKS if set(axes) <= {"ep"} else 1, **axes)
+
+
+_FSDP2 = Strategy(engine="fsdp2", dp_shard=RANKS)
+LAYOUTS: dict[str, Layout] = {
+    "zero2": Layout(strategy=_zero(2)),
+    "zero3": Layout(strategy=_zero(3)),
+    "fsdp2": Layout(strategy=_FSDP2),
+    "sp": Layout(strategy=_zero(1, sp=2)),
+    "cp": Layout(strategy=Strategy(engine="fsdp2", cp=2)),
+    "tp": Layout(strategy=_zero(1, tp=2)),
+    "ep": Layout(strategy=_zero(2, ep=2)),
+    "pp": Layout(strategy=Strategy(engine="deepspeed", zero_stage=0, pp=2)),
+    "zero2 lora": Layout(strategy=_zero(2), training="lora"),
+    "zero3 lora": Layout(strategy=_zero(3), training="lora"),
+    "fsdp2 lora": Layout(strategy=_FSDP2, training="lora"),
+    "zero2 distillation": Layout(strategy=_zero(2), training="distillation"),
+    "zero3 qat": Layout(strategy=_zero(3), training="qat"),
+}
+WITHOUT_STAGES = "pp"
+"""An axis that cannot be forced: what cuts a model into stages is written for each family."""
+_JUDGES = {
+    "sp": ("trainers.parallel.sequence.checks", "sequence_parallel_faults"),
+    "cp": ("trainers.parallel.context.callback", "context_parallel_faults"),
+    "tp": ("trainers.parallel.tensor.callback", "tensor_parallel_faults"),
+    "ep": ("plugins.deepspeed.auto_ep", "expert_faults"),
+}
+"""Where the trainers ask whether an axis is legal."""
+
+
+def hybrid_config(class_name: str) -> Any:
+    """Return the smallest configuration of a class that has layers of all its kinds."""
+    import transformers
+
+    config_class = getattr(transformers, class_name).config_class
+    if "vision_config" not in config_class.sub_configs:
+        return config_class(**{**small_values(config_class), **HYBRIDS[class_name][1]})
+    parts = {name: small_config(part).to_dict() for name, part in config_class.sub_configs.items()}
+    parts["text_config"] |= HYBRIDS["Gemma3ForCausalLM"][1]
+    parts["vision_config"] |= {"image_size": 16, "patch_size": 8, "num_channels": 3, "vision_use_head": False}
+    tokens = dict(zip(_IMAGE_TOKENS, (_BEGIN_IMAGE, _IMAGE, _END_IMAGE), strict=True))
+    return config_class(**parts, **tokens, mm_tokens_per_image=_IMAGE_LENGTH)
+
+
+def write_model(class_name: str, directory: Path) -> None:
+    """Write a model of random weights, as users have theirs."""
+    import transformers
+    from transformers import set_seed
+
+    set_seed(0)
+    getattr(transformers, class_name)(hybrid_config(class_name)).float().save_pretrained(directory / class_name)
+
+
+@cache
+def verdict(class_name: str, layout: str) -> tuple[str, ...]:
+    """Return what the planner has against a layout of a class; nothing where it is offered."""
+    from shardwright.ds_configs.legality.candidate import Candidate
+    from shardwright.ds_configs.legality.rules import legality_faults
+    from shardwright.ds_configs.models.families import model_spec_from_config
+    from shardwright.ds_configs.specs.hardware import parse_hardware
+    from shardwright.ds_configs.specs.job import TrainingJob
+    from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+
+    config = json.loads(hybrid_config(class_name).to_json_string()) | {"architectures": [class_name]}
+    spec = model_spec_from_config(config, name=class_name) or model_spec_from_meta(config, name=class_name)
+    asked = LAYOUTS[layout]
+    job = TrainingJob(
+        seq_len_tokens=SEQ_LEN,
+        precision="fp32",
+        optimizer="sgd",
+        method="lora" if asked.training == "lora" else "full",
+        lora_targets=("all-linear",),
+    )
+    hardware = parse_hardware(f"{RANKS}xCPU")
+    return tuple(
+        str(fault)
+        for fault in legality_faults(Candidate(strategy=asked.strategy, model=spec, hardware=hardware, job=job))
+    )
+
+
+def make_trainer(class_name: str, layout: Layout, models: Path, directory: str, *, alone: bool) -> Any:
+    """Return the trainer of a layout, or the one in a single process that it is compared with."""
+    import transformers
+    from equivalence.cases import deepspeed_config
+    from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+    from shardwright.plugins.peft.lora import add_lora
+    from shardwright.trainers.parallel.trainer_for import parallelism_of
+
+    strategy = Strategy(engine="single") if alone else layout.strategy
+    model_class = getattr(transformers, class_name)
+    changes: dict[str, Any] = {
+        "per_device_train_batch_size": SAMPLES_OF_A_STEP // strategy.data_parallel_size,
+        # A weight that one layout rounds up and another down, for a difference of 1e-7, changes the next loss by 1e-3.
+        "learning_rate": 0.01 if layout.training == "qat" else 0.05,
+    }
+    if strategy.engine != "single":
+        changes |= configure_cpu_ranks(strategy.engine)
+    if strategy.engine == "deepspeed":
+        changes["deepspeed"] = deepspeed_config(strategy)
+    if strategy.engine == "fsdp2":
+        wrapped = sorted(model_class._no_split_modules or [])
+        changes |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": wrapped}}
+    arguments = arguments_in(directory, **changes)
+
+    def load() -> Any:
+        return model_class.from_pretrained(models / class_name, dtype="float32")
+
+    model = load()
+    tower = getattr(model.base_model, "vision_tower", None)
+    if tower is not None:
+        tower.requires_grad_(requires_grad=False)
+    settings: dict[str, Any] = {}
+    if layout.training == "lora":
+        transformers.set_seed(7)
+        model = add_lora(model, rank=4, targets=None, fp32_adapters=True)
+    if layout.training == "qat":
+        from shardwright.ds_configs.quantization.combinations import changed
+        from shardwright.ds_configs.quantization.scheme import scheme_named
+        from shardwright.trainers.qat.callback import QATCallback
+
+        callback = QATCallback(changed(scheme_named("W4A16"), group_size=16), notify=lambda _: None)
+        callback.prepare(arguments, model)
+        settings["callbacks"] = [callback]
+    if layout.training == "distillation":
+        from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
+
+        transformers.set_seed(9)
+        settings |= {
+            "trainer_class": DistillationTrainer,
+            "teacher": model_class(hybrid_config(class_name)).float(),
+            "distillation": DistillationConfig(alpha=0.5, temperature=2.0),
+        }
+    rows = samples() if tower is None else _with_images(samples())
+    return parallelism_of(strategy).make_trainer(model=model, args=arguments, train_dataset=rows, **settings)
+
+
+def _with_images(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put an image of four tokens at the start of each sample."""
+    import torch
+
+    draw = torch.Generator().manual_seed(4)
+    found = []
+    for row in rows:
+        image = [_BEGIN_IMAGE, *[_IMAGE] * _IMAGE_LENGTH, _END_IMAGE]
+        text = row["input_ids"][len(image) :]
+        ids, labels = [*image, *text], [-100] * len(image) + text
+        kinds = [int(token == _IMAGE) for token in ids]
+        pixels = torch.randn(3, 16, 16, generator=draw)
+        found.append(row | {"input_ids": ids, "labels": labels, "token_type_ids": kinds, "pixel_values": pixels})
+    return found
+
+
+@contextmanager
+def without_judge(axis: str) -> Iterator[None]:
+    """Let the trainers try an axis whatever legality says."""
+    place, name = _JUDGES[axis]
+    module = import_module(f"shardwright.{place}")
+    judge = getattr(module, name)
+    setattr(module, name, lambda **_: [])
+    try:
+        yield
+    finally:
+        setattr(module, name, judge)
+
+
+def record(class_name: str, layout: str, models: Path, directory: str, *, alone: bool = False) -> dict[str, Any]:
+    """Return the losses of a training, a refusal or an error; what is refused on an axis is tried all the same."""
+    try:
+        if not alone and layout in _JUDGES and verdict(class_name, layout):
+            with without_judge(layout):
+                trainer = make_trainer(class_name, LAYOUTS[layout], models, directory, alone=alone)
+                return {"losses": losses_of(trainer)}
+        trainer = make_trainer(class_name, LAYOUTS[layout], models, directory, alone=alone)
+        return {"losses": losses_of(trainer)}
+    except ShardwrightError as error:
+        return {"refused": str(error).splitlines()[0]}
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def findings(asked: Sequence[tuple[str, str]], directory: Path) -> Iterator[tuple[str, str, Finding]]:
+    """Yield classes, layouts and what their training did, beside one process."""
+    from family_sweep.layouts import attempt
+
+    references: dict[tuple[str, str], dict[str, Any]] = {}
+    for class_name in dict.fromkeys(class_name for class_name, _ in asked):
+        write_model(class_name, directory)
+    waiting = [(class_name, layout) for class_name, layout in asked if layout != WITHOUT_STAGES]
+    while waiting:
+        done = attempt(waiting, directory, Path(__file__))
+        for (class_name, layout), own in done:
+            key = (class_name, LAYOUTS[layout].training)
+            if "losses" in own and key not in references:
+                references[key] = record(class_name, layout, directory, str(directory / "alone"), alone=True)
+            yield class_name, layout, _compared(own, references.get(key, {}))
+        waiting = waiting[len(done) :]
+
+
+def _compared(own: dict[str, Any], reference: dict[str, Any]) -> Finding:
+    if "refused" in own:
+        return Finding(state="refused", said=own["refused"])
+    if "error" in own or "losses" not in reference:
+        text = own.get("error") or reference.get("error") or str(reference)
+        return Finding(state="broken", said=_last_error(text))
+    difference = max(abs(one - other) for one, other in zip(own["losses"], reference["losses"], strict=True))
+    return Finding(state="passes" if difference <= LOSS_TOLERANCE else "broken", said=f"{difference:.1e}")
+
+
+def _last_error(text: str) -> str:
+    """Return the line of a traceback that names the error."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
+    return (named or lines)[-1][:300]
+
+
+def main(directory: Path, asked: Sequence[tuple[str, str]]) -> None:
+    """Train one after the other on this rank, and write what came of each."""
+    from fresh_process import forget_last_run
+
+    for class_name, layout in asked:
+        found = record(class_name, layout, directory, str(directory / f"{class_name}-{layout}"))
+        (directory / f"{class_name}.{layout}.{os.environ['RANK']}.json").write_text(json.dumps(found))
+        if "error" in found:
+            raise SystemExit(1)
+        forget_last_run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [(one, layout) for one, layout in json.loads(sys.argv[2])])

@@ -1,0 +1,35 @@
+"""Layers of several kinds: what is offered trains as in one process, and what failed is not offered.
+
+All of them: `python benchmarks/hybrid_legality.py --write`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from family_sweep.hybrids import findings, verdict
+
+STORED = Path(__file__).parents[2] / "benchmarks" / "hybrid_legality.json"
+TELLING = (
+    ("Zamba2ForCausalLM", "zero3"),
+    ("Qwen3NextForCausalLM", "zero3 lora"),
+    ("Gemma3ForConditionalGeneration", "fsdp2"),
+    ("DeepseekV2ForCausalLM", "ep"),
+)
+"""Parameters that layers share, linear attention beside attention, a frozen tower, experts beside a shared one."""
+
+
+@pytest.mark.distributed
+def test_layers_of_several_kinds_train_as_in_one_process(tmp_path: Path) -> None:
+    found = {(name, layout): finding for name, layout, finding in findings(TELLING, tmp_path)}
+    assert {case: finding.said for case, finding in found.items() if finding.state != "passes"} == {}
+    assert [verdict(*case) for case in TELLING] == [()] * len(TELLING)
+
+
+@pytest.mark.slow
+def test_what_failed_when_it_was_tried_is_not_offered() -> None:
+    rows = json.loads(STORED.read_text(encoding="utf-8"))
+    judged = {(row["class"], row["layout"], row["state"]): bool(verdict(row["class"], row["layout"])) for row in rows}
+    assert [one for one, refused in judged.items() if one[2] == "broken" and not refused] == []
