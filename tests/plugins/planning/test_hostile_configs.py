@@ -171,9 +171,7 @@ def test_remote_code_is_planned_from_the_shapes_of_its_checkpoint(tmp_path: Path
 
 
 @pytest.mark.parametrize("part", [{}, {"text_config": None}])
-def test_a_model_of_parts_that_says_nothing_of_its_text_model_is_refused(
-    tmp_path: Path, part: dict[str, Any]
-) -> None:
+def test_a_model_of_parts_that_says_nothing_of_its_text_model_is_refused(tmp_path: Path, part: dict[str, Any]) -> None:
     config = {"model_type": "gemma3", "vision_config": VISION} | part
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedInputError, match="text_config: is missing"):
