@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 _running: ContextVar[str] = ContextVar("command line", default="")
 
@@ -13,7 +14,7 @@ _running: ContextVar[str] = ContextVar("command line", default="")
 @contextmanager
 def running(arguments: Sequence[str]) -> Iterator[None]:
     """Let `command_line` return these arguments of `shardwright` during the block."""
-    token = _running.set(shlex.join(["shardwright", *arguments]))
+    token = _running.set(shlex.join(["shardwright", *map(_without_place, arguments)]))
     try:
         yield
     finally:
@@ -21,5 +22,20 @@ def running(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def command_line() -> str:
-    """Return the command as a shell reads it; empty where a Python program calls."""
+    """Return the command as a shell reads it, paths without where they lie; empty where a Python program calls."""
     return _running.get()
+
+
+def _without_place(argument: str) -> str:
+    """Leave out the directories above an absolute path: reports are published beside a model.
+
+    >>> _without_place("--output-dir=/home/me/tuned"), _without_place("/models/tiny/config.json"), _without_place("a/b")
+    ('--output-dir=tuned', 'tiny/config.json', 'a/b')
+    """
+    option, sign, path = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    if not path.startswith(("/", "~")):
+        return argument
+    place = Path(path)
+    return (
+        f"{option}{sign}{place.parent.name}/{place.name}" if place.name == "config.json" else option + sign + place.name
+    )

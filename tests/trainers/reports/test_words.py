@@ -5,10 +5,11 @@ from __future__ import annotations
 import doctest
 
 import pytest
+from shardwright.cli import command_line
 from shardwright.trainers.reports import comparison, words
 
 
-@pytest.mark.parametrize("module", [words, comparison])
+@pytest.mark.parametrize("module", [words, comparison, command_line])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 
