@@ -268,7 +268,7 @@ def every_class() -> str:
 ## Every class of Transformers
 
 `python tools/every_model.py` plans every causal, encoder-decoder, masked, vision and image-text class of the installed
-Transformers, two layers deep. A crash, or more than ten seconds of one core, is broken.
+Transformers, or with `--every N` each N-th, two layers deep. A crash, or more than ten seconds of one core, is broken.
 
 ```
 {EVERY_CLASS.read_text(encoding="utf-8").strip()}
