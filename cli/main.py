@@ -28,7 +28,10 @@ _COMMANDS = {
     "explain": ("explain:explain_command", "Explain a written plan, or one term, strategy or rule."),
     "calibrate": ("calibrate:calibrate_command", "Store what a run measured, so that later plans know it."),
     "rehearse": ("rehearse:rehearse_command", "Launch a plan's files on CPU ranks with a small model, and check them."),
-    "launch": ("launch:launch_command", "Run your own script under a plan, on this machine."),
+    "launch": (
+        "launch:launch_command",
+        "Run a plan or your script under it, on this machine or a cluster.",
+    ),
     "train": ("train:train_command", "Train a model on your data: plan, launch, evaluate, report."),
     "distill": ("distill:distill_command", "Teach a student what a teacher knows: plan, train, evaluate, report."),
     "cache-teacher": ("cache_teacher:cache_teacher_command", "Store a teacher's answers, to distil without it."),

@@ -1,44 +1,170 @@
-"""`shardwright launch`: the user's own script under a plan."""
+"""`shardwright launch`: a plan's own training, or the user's script under it, on this machine or on a cluster."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
+from pydantic import Field
 
+from ...ds_configs.plan.launch import MAIN_PORT, NodePlace
+from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.settings import Names
 from ..options import ConfigOption
 from ..progress import note
 from ..settings import FILLED, Options, grouped
 
-grouped(ConfigOption)
+if TYPE_CHECKING:
+    from ...ds_configs.plan.cluster_jobs import ClusterJob
+
+
+@grouped
+class LaunchOptions(ConfigOption):
+    """Machines of a launch."""
+
+    group = "Machines"
+
+    on: Literal["local", "ssh", "slurm"] = Field("local", description="What starts the machines")
+    dry_run: bool = Field(False, description="Check everything and print what each machine or the scheduler gets")
+    hostfile: Path | None = Field(
+        None, description="Machines for ssh, a line HOST slots=N for each. Default: hostfile in the plan's directory"
+    )
+    ssh_config: Path | None = Field(None, description="Settings of ssh in place of your own")
+    restarts: int = Field(
+        0, ge=0, description="How often ssh starts a run that failed again, from its newest checkpoint"
+    )
+    wait_for_nodes: float = Field(600.0, ge=0, description="Seconds for which a restart waits for a machine")
+    sbatch: Names = Field((), description="Further options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
+    node_rank: int | None = Field(None, ge=0, description="Place of this machine, where you start each yourself")
+    main_address: str | None = Field(None, description="Name or address of machine 0, where ranks meet")
+    main_port: int = Field(MAIN_PORT, ge=1, le=65534, description="TCP port there; the next one compares the machines")
+    check_nodes: bool = Field(True, description="Compare versions, accelerators, links, clocks, memory and disk first")
+    until_stdin_closes: bool = Field(False, description="Save and stop once standard input ends, as --on ssh does")
 
 
 def launch_command(
     plan: Path,
-    script: Path,
+    script: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    options: Annotated[ConfigOption, Options] = FILLED,
+    options: Annotated[LaunchOptions, Options] = FILLED,
 ) -> int:
-    """Run your own script under a plan, on this machine.
+    """Run a plan or your script under it, on this machine or a cluster.
 
     The plan's directory may have moved since it was written. CPU ranks are made ready for the script.
 
     Examples: shardwright launch plan finetune.py --epochs 3 ;
     shardwright launch plan run_clm.py --output_dir out @plan ;
-    shardwright launch plan finetune.py -- --config own.yaml
+    shardwright launch plan --on slurm --sbatch=--partition=gpu finetune.py -- --config own.yaml
 
     Parameters
     ----------
     plan
         Directory that `plan` wrote.
     script
-        Python file with a Trainer, an Accelerator or `deepspeed.initialize`.
+        Python file with a Trainer, an Accelerator or `deepspeed.initialize`. Without it the plan's own training runs.
     arguments
-        Of the script; `@plan` stands for the plan's TrainingArguments as flags. Behind `--` where this command has one
-        of the same name.
+        Of the script or the training; `@plan` stands for the plan's TrainingArguments as flags. Behind `--` where this
+        command has one of the same name.
     """
-    from ...trainers.training.script import launch_own_script
+    if script is not None and script.startswith("-"):
+        arguments, script = (script, *arguments), None
+    place = _place(options)
+    if options.on != "local":
+        return _launch_on_cluster(plan, script, arguments, options)
+    from ...plugins.launching.remote import stop_with_stdin
+    from ...trainers.training.script import launch_plan
 
-    launch_own_script(plan, script, arguments, on_line=lambda line: print(line, flush=True), notify=note)
+    if options.until_stdin_closes:
+        stop_with_stdin()
+    launch_plan(
+        plan,
+        None if script is None else Path(script),
+        arguments,
+        place=place,
+        check_nodes=options.check_nodes,
+        on_line=_print_line,
+        notify=note,
+    )
+    return 0
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
+
+
+def _place(options: LaunchOptions) -> NodePlace | None:
+    """Return this machine's place.
+
+    Raises:
+        UsageError: half of it is stated, or it stands beside an engine that knows it.
+    """
+    stated = {"node_rank": options.node_rank, "main_address": options.main_address}
+    given = {name: value for name, value in stated.items() if value is not None}
+    if not given:
+        return None
+    if options.on != "local":
+        rule = f"is for machines that you start yourself; --on {options.on} says it to each"
+        raise UsageError([Fault(where=name, value=value, rule=rule) for name, value in given.items()])
+    if options.node_rank is None or options.main_address is None:
+        missing = next(name for name, value in stated.items() if value is None)
+        rule = f"needs --{missing.replace('_', '-')} beside it"
+        raise UsageError([Fault(where=name, value=value, rule=rule) for name, value in given.items()])
+    return NodePlace(rank=options.node_rank, main_address=options.main_address, main_port=options.main_port)
+
+
+def _launch_on_cluster(
+    plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: LaunchOptions
+) -> int:
+    from ...ds_configs.plan.cluster_jobs import ClusterJob
+    from ...ds_configs.plan.plan import Plan
+    from ...plugins.clusters.ssh import own_program
+    from ...trainers.training.script import script_faults
+
+    plan = Plan.load(plan_directory)
+    if script is not None and (faults := script_faults(Path(script))):
+        raise UsageError(faults)
+    job = ClusterJob(
+        plan=plan,
+        directory=str(plan_directory.absolute()),
+        program=own_program(),
+        script=None if script is None else str(Path(script).absolute()),
+        arguments=arguments,
+    )
+    return _over_ssh(job, plan_directory, options) if options.on == "ssh" else _in_slurm(job, options)
+
+
+def _over_ssh(job: ClusterJob, plan_directory: Path, options: LaunchOptions) -> int:
+    from ...plugins.clusters.ssh import Hosts, node_launches, read_hostfile, run_over_ssh
+
+    names = read_hostfile(options.hostfile or plan_directory / "hostfile", job.plan)
+    hosts = Hosts(names=names, ssh_config=options.ssh_config)
+    if options.dry_run:
+        for launch in node_launches(job, hosts, port=options.main_port, directory=Path.cwd()):
+            print(" ".join([*(launch.program or ()), *launch.arguments]))
+        return 0
+    run_over_ssh(
+        job,
+        hosts,
+        restarts=options.restarts,
+        wait_seconds=options.wait_for_nodes,
+        on_line=_print_line,
+        notify=note,
+    )
+    return 0
+
+
+def _in_slurm(job: ClusterJob, options: LaunchOptions) -> int:
+    from ...ds_configs.plan.cluster_jobs import slurm_script
+    from ...plugins.clusters.slurm import cluster_faults, submit
+
+    script = slurm_script(job, settings=options.sbatch)
+    if options.dry_run:
+        sys.stdout.write(script)
+        return 0
+    if faults := cluster_faults(job.plan, options.sbatch):
+        raise UsageError(faults)
+    number = submit(script)
+    print(f"Submitted job {number}: squeue --job {number} shows it, slurm-{number}.out gets its output")
     return 0

@@ -12,9 +12,10 @@ from ..specs.json_text import strict_json
 from ..specs.units import gigabytes
 from ..specs.yaml_file import read_small_file, yaml_mapping
 from .accelerate import accelerate_config, accelerate_text
+from .cluster_jobs import ClusterJob, hostfile, slurm_script
 from .deepspeed import deepspeed_config
 from .deepspeed_copy import HEADER, copied_configuration
-from .launch import hostfile, launch_script, run_line, slurm_script
+from .launch import launch_script, run_line
 from .plan import Plan
 from .plan_json import plan_to_dict
 from .training_arguments import planned_training_arguments
@@ -63,7 +64,7 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
         texts["ds_config.json"] = _json(described)
     if plan.hardware.nodes > 1:
         texts["hostfile"] = header + hostfile(plan)
-        texts["launch.sbatch"] = slurm_script(plan, header, directory=directory)
+        texts["launch.sbatch"] = slurm_script(ClusterJob(plan=plan, directory=directory), header)
     assert set(texts) == set(plan.file_names), "every named file is rendered"
     return texts
 

@@ -1,30 +1,57 @@
-"""Launch lines and scripts: one node, several nodes by hand, and SLURM."""
+"""Launch lines and scripts of one node, and of one node among several."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .plan import Plan
 
 TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
 
 LAUNCHING_MODULE = "shardwright.plugins.launching.elastic"
-"""Runs a launcher of one node on the loopback interface alone: torch 2.13.0 lets its store listen on all of them."""
+"""Runs a launcher on the interface by which its node reaches the others, on loopback where it is the only one."""
+
+MAIN_PORT = 29500
+"""Where the ranks of several nodes meet, unless another port is stated: the default of torchrun and Accelerate."""
 
 _SCRIPT_DIRECTORY = "\0"
 """Stands for the script's own directory while its words are quoted; no path holds a null byte."""
+_SCRIPT_WORDS = {"\0rank": '"$1"', "\0address": '"$2"', "\0port": f'"${{MAIN_PROCESS_PORT:-{MAIN_PORT}}}"'}
+"""Words of a script that stand for its arguments and variables."""
 
 
-def launch_arguments(plan: Plan, *, directory: str = ".") -> list[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """Place of a machine among those of a launch."""
+
+    rank: int | str
+    """Its number from 0, the machine where ranks meet; a text where a script's argument says it."""
+    main_address: str
+    """Name or address of machine 0."""
+    main_port: int | str = MAIN_PORT
+    """TCP port there."""
+
+
+def launch_arguments(plan: Plan, *, directory: str = ".", place: NodePlace | None = None) -> list[str]:
     """Return the exact command that starts training on one node, run from anywhere.
 
     Accelerate starts a single process for MULTI_CPU, so plain data parallelism over CPU ranks uses torchrun.
     """
+    hardware = plan.hardware
     training = [*_training_module_arguments(plan, directory)]
-    if plan.hardware.gpu == "CPU" and plan.chosen.strategy.engine == "ddp":
-        return ["torchrun", "--standalone", f"--nproc_per_node={plan.hardware.world_size}", "-m", *training]
-    return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", "-m", *training]
+    if hardware.gpu == "CPU" and plan.chosen.strategy.engine == "ddp":
+        meeting = ["--standalone"]
+        if place is not None:
+            meeting = [f"--nnodes={hardware.nodes}", "--node-rank", str(place.rank)]
+            meeting += ["--master-addr", place.main_address, "--master-port", str(place.main_port)]
+        return ["torchrun", *meeting, f"--nproc_per_node={hardware.gpus_per_node}", "-m", *training]
+    meeting = []
+    if place is not None:
+        meeting = ["--machine_rank", str(place.rank), "--main_process_ip", place.main_address]
+        meeting += ["--main_process_port", str(place.main_port)]
+    return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", *meeting, "-m", *training]
 
 
 def with_own_files(words: Sequence[str], plan: Plan, *, directory: str) -> list[str]:
@@ -83,52 +110,25 @@ def launch_script(plan: Plan, header: str) -> str:
 
     Its files are those beside it, wherever they lie.
     """
-    words = with_own_files(launch_arguments(plan, directory=_SCRIPT_DIRECTORY), plan, directory=_SCRIPT_DIRECTORY)
+    several = plan.hardware.nodes > 1
+    place = NodePlace(rank="\0rank", main_address="\0address", main_port="\0port") if several else None
+    words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY, place=place)
+    words = with_own_files(words, plan, directory=_SCRIPT_DIRECTORY)
     line = " ".join(_quoted(word) for word in words)
-    preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\n'
-    if plan.hardware.nodes > 1:
-        line = line.replace("accelerate launch", 'accelerate launch --machine_rank "$1" --main_process_ip "$2"', 1)
-        preamble = (
-            'if [ $# -lt 2 ]; then echo "usage: $0 MACHINE_RANK MAIN_PROCESS_IP [TRAINING ARGUMENTS]" >&2; exit 2; fi\n'
-            + preamble
-        )
-        line += ' "${@:3}"'
-    else:
-        line = f'"$python" -m {LAUNCHING_MODULE} {line} "$@"'
-        preamble += 'python="$(command -v python || command -v python3)"\n'
+    preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\npython="$(command -v python || command -v python3)"\n'
+    arguments = '"$@"'
+    if several:
+        usage = "usage: $0 MACHINE_RANK MAIN_PROCESS_IP [TRAINING ARGUMENTS]"
+        preamble = f'if [ $# -lt 2 ]; then echo "{usage}" >&2; exit 2; fi\n{preamble}'
+        arguments = '"${@:3}"'
+    line = f'"$python" -m {LAUNCHING_MODULE} {line} {arguments}'
     return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
 
 
 def _quoted(word: str) -> str:
+    if word in _SCRIPT_WORDS:
+        return _SCRIPT_WORDS[word]
     if not word.startswith(_SCRIPT_DIRECTORY):
         return shlex.quote(word)
     below = word.removeprefix(_SCRIPT_DIRECTORY)
     return '"$directory"' + (shlex.quote(below) if below else "")
-
-
-def slurm_script(plan: Plan, header: str, *, directory: str = ".") -> str:
-    """Return `launch.sbatch`: one `accelerate launch` per node, its rank taken from SLURM.
-
-    SLURM runs a copy of the script, so the plan's directory is written down; `.` means where `sbatch` is called.
-    """
-    hardware = plan.hardware
-    launcher = '"$SLURM_SUBMIT_DIR/launch.sh"' if directory == "." else shlex.quote(f"{directory}/launch.sh")
-    return (
-        "#!/usr/bin/env bash\n"
-        "#SBATCH --job-name=shardwright\n"
-        f"#SBATCH --nodes={hardware.nodes}\n"
-        "#SBATCH --ntasks-per-node=1\n"
-        f"#SBATCH --gpus-per-node={hardware.gpus_per_node}\n"
-        "#SBATCH --exclusive\n"
-        f"{header}set -euo pipefail\n"
-        'main_process_ip="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
-        "export main_process_ip\n"
-        'srun bash -c \'exec bash "$0" "$SLURM_NODEID" "$main_process_ip" "$@"\' '
-        f'{launcher} "$@"\n'
-    )
-
-
-def hostfile(plan: Plan) -> str:
-    """Return the hostfile of DeepSpeed's own multi-node launchers, with placeholder names."""
-    lines = [f"node-{index} slots={plan.hardware.gpus_per_node}" for index in range(plan.hardware.nodes)]
-    return "\n".join(lines) + "\n"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
+from .interfaces import main_address, meet
 from .loopback import stay_on_loopback
 from .parent_death import end_with_launcher
 
@@ -121,7 +122,7 @@ def signal_name(number: int) -> str:
 
 
 def main(command: Sequence[str]) -> int:
-    """Run `accelerate` or `torchrun` for this node alone in this process; failures of ranks go to `ERROR_FILE`."""
+    """Run `accelerate` or `torchrun` of this node in this process; failures of ranks go to `ERROR_FILE`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if command[0] == "accelerate":
@@ -133,9 +134,7 @@ def main(command: Sequence[str]) -> int:
         # torchrun never removes the directory with the error files of its ranks; this one goes with the launch.
         tempfile.tempdir = str(file.parent)
     sys.argv = list(command)
-    # Its `--local-addr`, by which ranks know where to meet.
-    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
-    stay_on_loopback()
+    meet(main_address(command))
     try:
         launcher()
     except ChildFailedError as error:

@@ -27,6 +27,7 @@ import psutil
 from ...ds_configs.specs.errors import ShardwrightError
 from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
 from .parent_death import signal_at_parent_death
+from .remote import tell_to_end
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
 # The failing rank's traceback comes last; what ranks printed before would bury it.
@@ -69,6 +70,8 @@ class Launch:
     """Variables beside those of `cpu_rank_environment`."""
     port: int | None = None
     """Where its ranks meet, by which the shared memory that they leave is known; `None` where it starts none."""
+    program: tuple[str, ...] | None = None
+    """What takes the arguments in place of `interpreter`, and stops once its standard input ends: `ssh` and a host."""
 
 
 def interpreter() -> str:
@@ -150,7 +153,7 @@ def run_together(
     if failed is None:
         return text
     ending = f"stopped after {timeout_seconds:g} s" if code is None else f"exit code {code}"
-    command = " ".join([interpreter(), *failed.arguments])
+    command = " ".join([*(failed.program or [interpreter()]), *failed.arguments])
     raise LaunchFailedError(f"{command}: {ending}", output=text, launcher_exit_code=code, failures=failures)
 
 
@@ -165,10 +168,10 @@ class _Running:
         self._rest = ""
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [interpreter(), *launch.arguments],
+                [*(launch.program or [interpreter()]), *launch.arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if launch.program is None else subprocess.PIPE,
                 env={
                     **cpu_rank_environment(),
                     **(launch.environment or {}),
@@ -244,7 +247,10 @@ def free_port() -> int:
 def _ask_to_stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
     """Let ranks save what they have; a second signal to this process, or `STOP_SECONDS`, ends the waiting."""
     for launcher in launchers:
-        launcher.terminate()
+        if launcher.stdin is None:
+            launcher.terminate()
+        else:
+            launcher.stdin.close()
     deadline = time.monotonic() + STOP_SECONDS
     while any(launcher.poll() is None for launcher in launchers) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -252,6 +258,9 @@ def _ask_to_stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _end_processes(launchers: Sequence[subprocess.Popen[bytes]], token: str) -> None:
     """Kill what is left of a launch; ranks may start while others are being ended, so look until none is found."""
+    for launcher in launchers:
+        if launcher.stdin is not None and launcher.poll() is None:
+            tell_to_end(launcher)
     for _ in range(20):
         found = _processes_with(token)
         for process in found:

@@ -14,14 +14,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface of a backend."""
 _BACKLOG = 2048
 
 
 def stay_on_loopback() -> None:
     """Let this rank or launcher, if its node is the only one, listen on loopback alone; call it before ranks meet."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        for name in _INTERFACES:
+        for name in INTERFACES:
             os.environ.setdefault(name, "lo")
     from torch import distributed
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous

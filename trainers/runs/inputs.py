@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
@@ -30,15 +31,23 @@ def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
     return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
 
 
-def launch_faults(hardware: HardwareSpec) -> list[Fault]:
-    """Return why this machine cannot run what the hardware's name says."""
+def launch_faults(hardware: HardwareSpec, place: NodePlace | None = None) -> list[Fault]:
+    """Return why this machine, or this one of several, cannot run what the hardware's name says."""
     import torch
 
+    if place is not None and not 0 <= int(place.rank) < hardware.nodes:
+        rule = f"the plan has the machines 0 to {hardware.nodes - 1}"
+        return [Fault(where="node_rank", value=place.rank, rule=rule)]
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if hardware.nodes == 1 and (hardware.gpu == "CPU" or hardware.world_size <= here):
+    alone = hardware.nodes == 1 or place is not None
+    if alone and (hardware.gpu == "CPU" or hardware.gpus_per_node <= here):
         return []
-    rule = f"needs {hardware.world_size} x {hardware.gpu} on {hardware.nodes} node(s); this machine has {here} GPUs"
+    where = "on each machine" if place is not None else f"on {hardware.nodes} node(s)"
+    count = hardware.gpus_per_node if place is not None else hardware.world_size
+    rule = f"needs {count} x {hardware.gpu} {where}; this machine has {here} GPUs"
     fix = "plan it with --dry-run, or leave --hardware out to use what is here"
+    if hardware.nodes > 1 and place is None:
+        fix = "run a written plan on several machines with `shardwright launch PLAN --on ssh` or `--on slurm`"
     return [Fault(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 

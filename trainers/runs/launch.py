@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...ds_configs.plan.launch import launch_arguments, with_own_files
+from ...ds_configs.plan.launch import NodePlace, launch_arguments, with_own_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, at_free_port, python_arguments, run_together
@@ -50,19 +50,29 @@ def write_job(job: RankJob, work: Path) -> str:
     return str(file)
 
 
-def planned_launch(worker: Sequence[str], plan: Plan, plan_directory: Path) -> Launch:
-    """Return a plan's own launch, with a worker and its arguments in place of the training module."""
+def planned_launch(
+    worker: Sequence[str] | None, plan: Plan, plan_directory: Path, *, place: NodePlace | None = None
+) -> Launch:
+    """Return a plan's own launch, with a worker and its arguments in place of the training module unless there is none.
+
+    `place` is that of this machine among several.
+    """
     directory = str(plan_directory.absolute())
-    command = with_own_files(launch_arguments(plan, directory=directory), plan, directory=directory)
-    command = command[: command.index("-m")]
-    command, port = at_free_port([*command, "-m", *worker])
-    environment = {}
-    # Launches hide accelerators unless they are named.
-    if plan.hardware.gpu != "CPU":
-        every = ",".join(str(index) for index in range(plan.hardware.world_size))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
-        environment = {"CUDA_VISIBLE_DEVICES": visible, "DS_ACCELERATOR": "cuda"}
-    return Launch(arguments=python_arguments(command), environment=environment, port=port)
+    command = with_own_files(launch_arguments(plan, directory=directory, place=place), plan, directory=directory)
+    if worker is not None:
+        command = [*command[: command.index("-m")], "-m", *worker]
+    port = None
+    if place is None:
+        command, port = at_free_port(command)
+    return Launch(arguments=python_arguments(command), environment=accelerators_shown(plan), port=port)
+
+
+def accelerators_shown(plan: Plan) -> dict[str, str]:
+    """Return the variables that name a plan's accelerators on one machine: launches hide those that are not named."""
+    if plan.hardware.gpu == "CPU":
+        return {}
+    every = ",".join(str(index) for index in range(plan.hardware.gpus_per_node))
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", every), "DS_ACCELERATOR": "cuda"}
 
 
 def run_launches(

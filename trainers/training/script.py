@@ -1,34 +1,47 @@
-"""`launch`: a user's own script under a plan. The ranks' side is `script_rank.py`."""
+"""`launch`: a plan's own training, or a user's script under it. The ranks' side of a script is `script_rank.py`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...ds_configs.plan.deepspeed_copy import copy_faults
+from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
-from ...plugins.launching.launch import run_together
+from ...plugins.launching.launch import Launch, python_arguments, run_together
 from ...plugins.launching.notes import Notify
 from ..runs.inputs import launch_faults
-from ..runs.launch import LONGEST_RUN_SECONDS, compile_operators, planned_launch
+from ..runs.launch import LONGEST_RUN_SECONDS, accelerators_shown, compile_operators, planned_launch
 
 PLAN_FLAGS = "@plan"
 """Argument of a script in whose place the plan's arguments stand, as flags."""
 _RANK = f"{__package__}.script_rank"
+_NODE_CHECK = "shardwright.plugins.clusters.node_check"
 
 
-def launch_own_script(
-    plan_directory: Path, script: Path, arguments: Sequence[str], *, on_line: Callable[[str], None], notify: Notify
+def launch_plan(
+    plan_directory: Path,
+    script: Path | None,
+    arguments: Sequence[str],
+    *,
+    place: NodePlace | None = None,
+    check_nodes: bool = True,
+    on_line: Callable[[str], None],
+    notify: Notify,
 ) -> None:
-    """Run a script on every rank of a plan, wherever its directory lies now, and wait for the end.
+    """Run the ranks of a plan on this machine, wherever the plan's directory lies now, and wait for the end.
 
     Args:
         plan_directory: What `shardwright plan` wrote.
-        script: Python file; it runs as `__main__`, with its arguments.
-        arguments: What the script is called with; `@plan` stands for the plan's `TrainingArguments` as flags.
+        script: Python file; it runs as `__main__`, with its arguments. `None` for the plan's own training.
+        arguments: Of the script or the training; `@plan` stands for the plan's `TrainingArguments` as flags.
+        place: This machine's among the several of the plan; `None` for a plan of one.
+        check_nodes: Whether several machines are compared first.
         on_line: Receives every line that ranks print.
         notify: Receives remarks.
 
@@ -40,15 +53,33 @@ def launch_own_script(
     faults: list[Fault] = []
     with collecting(faults):
         plan = Plan.load(plan_directory)
-        faults += launch_faults(plan.hardware) + copy_faults(plan_directory)
-    faults += script_faults(script)
+        faults += launch_faults(plan.hardware, place) + copy_faults(plan_directory)
+    if script is not None:
+        faults += script_faults(script)
     if faults:
         raise UsageError(faults)
     strategy = plan.chosen.strategy
     if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
         compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
-    worker = [_RANK, str(plan_directory.absolute()), str(script), *with_plan_flags(arguments, plan)]
-    run_together([planned_launch(worker, plan, plan_directory)], timeout_seconds=LONGEST_RUN_SECONDS, on_line=on_line)
+    ran: dict[str, Any] = {"timeout_seconds": LONGEST_RUN_SECONDS, "on_line": on_line}
+    if place is not None and check_nodes:
+        run_together([checking_launch(plan, plan_directory, place)], **ran)
+    words = with_plan_flags(arguments, plan)
+    worker = None if script is None else [_RANK, str(plan_directory.absolute()), str(script), *words]
+    launched = planned_launch(worker, plan, plan_directory, place=place)
+    if worker is None:
+        launched = replace(launched, arguments=(*launched.arguments, *words))
+    run_together([launched], **ran)
+
+
+def checking_launch(plan: Plan, plan_directory: Path, place: NodePlace) -> Launch:
+    """Return the launch of one process on each machine, which compares them before ranks are started."""
+    meeting = ["--node-rank", str(place.rank), "--master-addr", place.main_address]
+    # A port of its own: where one run ends, the store of its main machine may still answer for the next.
+    meeting += ["--master-port", str(int(place.main_port) + 1)]
+    command = ["torchrun", f"--nnodes={plan.hardware.nodes}", "--nproc-per-node=1", *meeting, "-m", _NODE_CHECK]
+    environment = accelerators_shown(plan)
+    return Launch(arguments=python_arguments([*command, str(plan_directory.absolute())]), environment=environment)
 
 
 def script_faults(script: Path) -> list[Fault]:

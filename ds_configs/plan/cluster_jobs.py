@@ -1,0 +1,101 @@
+"""Jobs of clusters that run a plan: what each node runs, and the files by which schedulers are told of it.
+
+`sbatch` of SLURM (https://slurm.schedmd.com/sbatch.html), `TrainJob` of Kubeflow Trainer and `JobSet` of Kubernetes
+(https://www.kubeflow.org/docs/components/trainer, https://jobset.sigs.k8s.io), and a task of SkyPilot
+(https://docs.skypilot.co/en/latest/reference/yaml-spec.html).
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+
+from .launch import NodePlace
+from .plan import Plan
+
+SAVING_SECONDS = 300
+"""What a run that a scheduler stops gets to write its checkpoint, unless it is told otherwise."""
+_STOPPED = 143
+"""Exit code of a run that was asked to stop, and has saved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterJob:
+    """A plan, with what runs under it, for the nodes of a cluster."""
+
+    plan: Plan
+    """With several machines, or one."""
+    directory: str
+    """The plan's, under the same path on every node."""
+    program: tuple[str, ...] = ("shardwright",)
+    """Words that are the command on a node."""
+    script: str | None = None
+    """The user's own script; `None` for the plan's own training."""
+    arguments: tuple[str, ...] = ()
+    """Of the script or the training."""
+    name: str = "shardwright"
+    """What the scheduler shows."""
+
+    def node_words(self, place: NodePlace, *options: str) -> list[str]:
+        """Return the command of one node; `options` are further ones of `shardwright launch`."""
+        meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
+        words = [*self.program, "launch", self.directory, "--node-rank", str(place.rank), *meeting, *options]
+        return [*words, "--", *self.words_behind]
+
+    @property
+    def words_behind(self) -> tuple[str, ...]:
+        """The script, if there is one, and the arguments."""
+        return self.arguments if self.script is None else (self.script, *self.arguments)
+
+    def resumed(self) -> ClusterJob:
+        """Return the job that goes on from the newest whole checkpoint; a script of one's own sees to that itself."""
+        if self.script is not None or "--resume" in self.arguments:
+            return self
+        return replace(self, arguments=(*self.arguments, "--resume"))
+
+
+def placeholder_hosts(plan: Plan) -> list[str]:
+    """Return the names that stand for the user's machines in the hostfile that `plan` writes."""
+    return [f"node-{index}" for index in range(plan.hardware.nodes)]
+
+
+def hostfile(plan: Plan) -> str:
+    """Return the hostfile of `--on ssh` and of DeepSpeed's own launchers, with names to replace."""
+    return "".join(f"{name} slots={plan.hardware.gpus_per_node}\n" for name in placeholder_hosts(plan))
+
+
+def slurm_script(
+    job: ClusterJob, header: str = "", *, settings: tuple[str, ...] = (), saving_seconds: int = SAVING_SECONDS
+) -> str:
+    """Return a script for `sbatch`: one launcher on each node, stopped in time to save, and queued again to go on.
+
+    SLURM runs a copy of the script, so the plan's directory is written down; `.` means where `sbatch` is called. What
+    follows the script on `sbatch`'s line is a script of one's own with its arguments, or arguments of the plan's
+    training. `settings` are further options of `sbatch`, such as `--partition=gpu`.
+    """
+    hardware = job.plan.hardware
+    options = [f"--job-name={job.name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
+    if hardware.gpu != "CPU":
+        options.append(f"--gpus-per-node={hardware.gpus_per_node}")
+    options += ["--exclusive", "--requeue", "--open-mode=append", f"--signal=TERM@{saving_seconds}", *settings]
+    directory = '"$SLURM_SUBMIT_DIR"' if job.directory == "." else shlex.quote(job.directory)
+    behind = shlex.join(job.words_behind)
+    # What the shell of the node puts in comes behind the words that are the same for all.
+    same = len(job.program) + 2
+    return (
+        "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in options) + f"{header}set -uo pipefail\n"
+        'main_address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
+        "# Two jobs that share a machine meet at different ports.\n"
+        "main_port=$((20000 + SLURM_JOB_ID % 10000))\n"
+        f'set -- {behind}{" " if behind else ""}"$@"\n'
+        "# A script of one's own reads SLURM_RESTART_COUNT itself.\n"
+        'case "${1:--}" in -*) set -- "$@" ${SLURM_RESTART_COUNT:+"--resume"} ;; esac\n'
+        f"srun --wait={saving_seconds} bash -c "
+        f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
+        f"{shlex.join(job.program)} launch {directory} "
+        '--main-address "$main_address" --main-port "$main_port" -- "$@"\n'
+        "code=$?\n"
+        "# It was stopped before its time limit and has saved: its next turn goes on from there.\n"
+        f'if [ "$code" -eq {_STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
+        'exit "$code"\n'
+    )
