@@ -7,15 +7,17 @@ TYPECHECK := build/typecheck
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4
 ROOM ?=
 SERVING := build/serving-environment
+SKYPILOT := build/skypilot-environment
 
 .DEFAULT_GOAL := help
-.PHONY: help install readme demo test test-fast test-serving lint docs format gallery activations keys bench clean
+.PHONY: help install readme demo test test-fast test-serving test-clusters lint docs format gallery activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
 	@echo "make test    run the whole suite; ROOM=distillation: what has that word in its path or name"
 	@echo "make test-fast    run what takes no real training, launch, browser or installation"
 	@echo "make test-serving    load checkpoints of every scheme in vLLM's CPU engine, beside Transformers"
+	@echo "make test-clusters    run plans over ssh and in a SLURM of two hosts on this machine, as root"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the documentation site into build/site"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"
@@ -59,6 +61,19 @@ $(SERVING)/.installed: benchmarks/serving_requirements.txt
 # The engine needs AVX-512; without it the benchmark says so and ends well, and nothing is installed for it.
 test-serving: install $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$(SERVING)/.installed)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/serving_matrix.py --engine-python $(SERVING)/bin/python
+
+# Two hosts with networks of their own, sshd and SLURM in them, and what SkyPilot's own loader says of its tasks.
+test-clusters: $(VENV)/.operators $(SKYPILOT)/.installed
+	@for needed in nsenter ip sshd slurmctld munged; do PATH="$$PATH:/usr/sbin:/sbin" command -v $$needed >/dev/null || \
+	{ echo "$$needed is needed (Debian: apt-get install util-linux iproute2 openssh-server slurm-wlm munge)" >&2; exit 1; }; done
+	SKYPILOT_PYTHON=$(abspath $(SKYPILOT))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clusters tests/clusters
+
+# SkyPilot wants other versions of much that trains.
+$(SKYPILOT)/.installed: constraints.txt
+	rm -rf $(SKYPILOT)
+	$(PYTHON) -m venv $(SKYPILOT)
+	$(SKYPILOT)/bin/pip install --quiet skypilot==0.14.1
+	touch $@
 
 # mypy resolves relative imports from files, so it sees the checkout under the package's own name.
 lint: install

@@ -43,6 +43,5 @@ def outlast_readers() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, TextIOWrapper):
-            encoding, errors, by_line = stream.encoding, stream.errors, stream.line_buffering
-            lasting = LastingStream(stream.detach(), encoding=encoding, errors=errors, line_buffering=by_line)
-            setattr(sys, name, lasting)
+            kept = {each: getattr(stream, each) for each in ("encoding", "errors", "line_buffering", "write_through")}
+            setattr(sys, name, LastingStream(stream.detach(), **kept))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from pydantic import Field
 
 from ...ds_configs.plan.launch import MAIN_PORT, NodePlace
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...ds_configs.specs.settings import Names
 from ..options import ConfigOption
 from ..progress import note
@@ -26,7 +26,9 @@ class LaunchOptions(ConfigOption):
 
     group = "Machines"
 
-    on: Literal["local", "ssh", "slurm"] = Field("local", description="What starts the machines")
+    on: Literal["local", "ssh", "slurm", "kubernetes", "jobset", "skypilot"] = Field(
+        "local", description="What starts the machines: kubernetes as a TrainJob of Kubeflow, jobset without it"
+    )
     dry_run: bool = Field(False, description="Check everything and print what each machine or the scheduler gets")
     hostfile: Path | None = Field(
         None, description="Machines for ssh, a line HOST slots=N for each. Default: hostfile in the plan's directory"
@@ -37,6 +39,9 @@ class LaunchOptions(ConfigOption):
     )
     wait_for_nodes: float = Field(600.0, ge=0, description="Seconds for which a restart waits for a machine")
     sbatch: Names = Field((), description="Further options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
+    name: str = Field("shardwright", description="What the scheduler calls it")
+    image: str | None = Field(None, description="Container image with shardwright, for kubernetes and jobset")
+    volume: str | None = Field(None, description="Claim that all pods write to, as CLAIM:/PATH")
     node_rank: int | None = Field(None, ge=0, description="Place of this machine, where you start each yourself")
     main_address: str | None = Field(None, description="Name or address of machine 0, where ranks meet")
     main_port: int = Field(MAIN_PORT, ge=1, le=65534, description="TCP port there; the next one compares the machines")
@@ -131,8 +136,11 @@ def _launch_on_cluster(
         program=own_program(),
         script=None if script is None else str(Path(script).absolute()),
         arguments=arguments,
+        name=options.name,
     )
-    return _over_ssh(job, plan_directory, options) if options.on == "ssh" else _in_slurm(job, options)
+    if options.on == "ssh":
+        return _over_ssh(job, plan_directory, options)
+    return _in_slurm(job, options) if options.on == "slurm" else _by_manifest(job, options)
 
 
 def _over_ssh(job: ClusterJob, plan_directory: Path, options: LaunchOptions) -> int:
@@ -168,3 +176,40 @@ def _in_slurm(job: ClusterJob, options: LaunchOptions) -> int:
     number = submit(script)
     print(f"Submitted job {number}: squeue --job {number} shows it, slurm-{number}.out gets its output")
     return 0
+
+
+def _by_manifest(job: ClusterJob, options: LaunchOptions) -> int:
+    import yaml
+
+    from ...plugins.clusters.submission import apply, launch_task, program_faults
+
+    program, submit = ("sky", launch_task) if options.on == "skypilot" else ("kubectl", apply)
+    faults = [] if options.dry_run else program_faults(options.on, program)
+    manifests: list[dict[str, Any]] = []
+    with collecting(faults):
+        manifests = _manifests(job, options)
+    if faults:
+        raise UsageError(faults)
+    text = yaml.safe_dump_all(manifests, sort_keys=False)
+    sys.stdout.write(text if options.dry_run else submit(text))
+    return 0
+
+
+def _manifests(job: ClusterJob, options: LaunchOptions) -> list[dict[str, Any]]:
+    """Return what the scheduler gets.
+
+    Raises:
+        UsageError: a name, image or volume is none, or the files are too large.
+    """
+    from ...ds_configs.plan.cluster_manifests import config_map, job_set, manifest_faults, sky_task, train_job
+    from ...plugins.clusters.submission import plan_files
+
+    if options.on == "skypilot":
+        return [sky_task(job)]
+    files, image, volume = plan_files(job), options.image or "", options.volume or ""
+    faults = manifest_faults(job, files, image=image, volume=volume)
+    if faults:
+        raise UsageError(faults)
+    if options.on == "jobset":
+        return [config_map(job, files), job_set(job, image=image, volume=volume, restarts=options.restarts)]
+    return [config_map(job, files), train_job(job, image=image, volume=volume)]

@@ -1,10 +1,11 @@
 """Machines of a launch compared before training starts: versions, accelerators, links, clocks, memory, disk and files.
 
-torchrun ... -m shardwright.plugins.clusters.node_check PLAN_DIR, one process on each machine
+torchrun ... -m shardwright.plugins.clusters.node_check PLAN_DIR OUTPUT_DIR, one process on each machine
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import shutil
@@ -21,7 +22,7 @@ import psutil
 
 from ...ds_configs.memory.rank_parameters import rank_parameters
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.units import gigabytes
 from ..launching.elastic import recorded
 from ..launching.notes import note_on_first_rank
@@ -49,8 +50,8 @@ class NodeFacts:
     """Name and size of each accelerator that the launch may use."""
     files: Mapping[str, str]
     """Digests of the plan's files, by name."""
-    shares_directory: bool
-    """Whether it sees what machine 0 writes beside the plan."""
+    shares_directory: bool | None
+    """Whether it sees what machine 0 writes where the results go; `None` where that cannot write there."""
     clock_seconds: float
     """Its clock, ahead of machine 0's."""
     free_memory_bytes: int
@@ -89,11 +90,11 @@ def node_remarks(plan: Plan, nodes: Sequence[NodeFacts], link_bytes_per_s: float
     """Return what differs from the plan without keeping it from running."""
     hardware, first = plan.hardware, nodes[0]
     remarks = []
-    apart = [node.host for node in nodes if not node.shares_directory]
+    apart = [node.host for node in nodes if node.shares_directory is False]
     if apart:
         remarks.append(
-            f"{', '.join(apart)} does not see files that {first.host} writes beside the plan: checkpoints and the "
-            "model are whole only where every node writes to one directory"
+            f"{', '.join(apart)} does not see what {first.host} writes to the output directory: checkpoints are whole "
+            "only where every node writes to one"
         )
     for node in nodes:
         if abs(node.clock_seconds) > _LARGEST_CLOCK_DIFFERENCE_SECONDS:
@@ -142,29 +143,29 @@ def _digests(directory: Path) -> dict[str, str]:
     }
 
 
-def _sees_first_nodes_file(directory: Path, rank: int) -> bool:
-    """Return whether a file that machine 0 writes beside the plan is seen here."""
+def _sees_first_nodes_file(directory: Path, rank: int) -> bool | None:
+    """Return whether a file that machine 0 writes is seen here; `None` where it can write none."""
     from torch import distributed
 
-    names: list[str] = [f".shardwright-{uuid.uuid4().hex}" if rank == 0 else ""]
+    names = [""]
+    if rank == 0:
+        file = directory / f".shardwright-{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            file.touch(exist_ok=False)
+            names = [file.name]
     distributed.broadcast_object_list(names)
-    file = directory / names[0]
-    try:
-        if rank == 0:
-            try:
-                file.touch(exist_ok=False)
-            except OSError as error:
-                raise ShardwrightError(
-                    f"{directory}: cannot be written on {socket.gethostname()} ({error.strerror})"
-                ) from None
-        distributed.barrier()
-        # A network file system answers for a name that was not there from memory; listing asks its server.
-        found = file in directory.iterdir()
-        distributed.barrier()
-    finally:
-        if rank == 0:
-            file.unlink(missing_ok=True)
-    return found
+    # A network file system answers for a name that was not there from memory; listing asks its server.
+    found = directory.is_dir() and names[0] in {path.name for path in directory.iterdir()}
+    distributed.barrier()
+    if rank == 0 and names[0]:
+        (directory / names[0]).unlink(missing_ok=True)
+    return found if names[0] else None
+
+
+def _free_disk_bytes(directory: Path) -> int:
+    there = next(each for each in (directory, *directory.parents) if each.is_dir())
+    return shutil.disk_usage(there).free
 
 
 def _clock_ahead(rank: int, ranks: int) -> float:
@@ -206,8 +207,8 @@ def _link_bytes_per_s() -> float:
     return float(2 * (ranks - 1) / ranks * _LINK_BYTES / min(seconds[1:]))
 
 
-def compare(directory: Path) -> None:
-    """Compare the machines that this process and its peers run on; all of them must call it.
+def compare(directory: Path, output_directory: Path) -> None:
+    """Compare the machines that this process and its peers run on a plan; all of them must call it.
 
     Raises:
         UsageError: they cannot run the plan together; names each difference.
@@ -223,10 +224,10 @@ def compare(directory: Path) -> None:
             versions={"python": platform.python_version(), **dict(installed_versions())},
             gpus=_gpus(),
             files=_digests(directory),
-            shares_directory=_sees_first_nodes_file(directory, rank),
+            shares_directory=_sees_first_nodes_file(output_directory, rank),
             clock_seconds=_clock_ahead(rank, ranks),
             free_memory_bytes=psutil.virtual_memory().available,
-            free_disk_bytes=shutil.disk_usage(directory).free,
+            free_disk_bytes=_free_disk_bytes(output_directory),
         )
         nodes: list[Any] = [None] * ranks
         distributed.all_gather_object(nodes, own)
@@ -244,4 +245,4 @@ def compare(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    recorded(lambda: compare(Path(sys.argv[1])))()
+    recorded(lambda: compare(Path(sys.argv[1]), Path(sys.argv[2])))()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import Fault, ShardwrightError
+from ...ds_configs.specs.errors import Fault
+from .submission import program_faults, submitted
 
 _SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
-_ASK_SECONDS = 60.0
 
 
 def cluster_faults(plan: Plan, settings: Sequence[str]) -> list[Fault]:
@@ -21,13 +19,11 @@ def cluster_faults(plan: Plan, settings: Sequence[str]) -> list[Fault]:
         for setting in settings
         if not _SETTING.fullmatch(setting)
     ]
-    if shutil.which("sbatch") is None:
-        fix = "log in to a node of the cluster, or write the script with --dry-run and submit it there"
-        return [*faults, Fault(where="on", value="slurm", rule="there is no sbatch on the path", fix=fix)]
+    faults += program_faults("slurm", "sbatch")
     if faults:
         return faults
     partitions = [setting for setting in settings if setting.startswith("--partition=")]
-    counted = _run(["sinfo", "--noheader", "--format=%D", *partitions])
+    counted = submitted(["sinfo", "--noheader", "--format=%D", *partitions])
     there = sum(int(line) for line in counted.split())
     if there < plan.hardware.nodes:
         rule = f"the plan has {plan.hardware.nodes} nodes, the cluster {there}" + (
@@ -43,16 +39,4 @@ def submit(script: str) -> str:
     Raises:
         ShardwrightError: SLURM refuses it; says what SLURM said.
     """
-    return _run(["sbatch", "--parsable"], text=script).strip().split(";")[0]
-
-
-def _run(command: Sequence[str], text: str | None = None) -> str:
-    try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False, errors="replace"
-        )
-    except subprocess.TimeoutExpired:
-        raise ShardwrightError(f"{command[0]} gave no answer in {_ASK_SECONDS:.0f} s: is slurmctld up?") from None
-    if done.returncode != 0:
-        raise ShardwrightError(f"{command[0]}: {' '.join(done.stderr.split())}")
-    return done.stdout
+    return submitted(["sbatch", "--parsable"], text=script).strip().split(";")[0]

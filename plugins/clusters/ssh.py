@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ..launching.launch import Launch, LaunchFailedError, free_port, run_together
 from ..launching.notes import Notify
+from .submission import program_faults
 
 _LINE = re.compile(r"(?P<host>[^\s=]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
 _EXPORTED = re.compile(r"(PYTHON|NCCL_|GLOO_|UCX_|OMP_|SHARDWRIGHT_|TRANSFORMERS_|HF_HUB_OFFLINE$|HF_HOME$|TORCH_EXT)")
@@ -97,7 +97,7 @@ def node_launches(job: ClusterJob, hosts: Hosts, *, port: int, directory: Path) 
         # ssh hands one text to the host's shell.
         words = ["env", *exported, *job.node_words(place, "--until-stdin-closes")]
         text = f"cd {shlex.quote(str(directory))} && exec {shlex.join(words)}"
-        launches.append(Launch(program=hosts.ssh(host), arguments=(text,)))
+        launches.append(Launch(program=hosts.ssh(host), arguments=(text,), name=host))
     return launches
 
 
@@ -124,9 +124,8 @@ def run_over_ssh(
         UsageError: there is no ssh.
         ShardwrightError: a host does not answer, or the run failed once more than it is restarted.
     """
-    if shutil.which("ssh") is None:
-        fix = "install it (Debian: openssh-client), or use --on slurm"
-        raise UsageError(Fault(where="on", value="ssh", rule="there is no ssh on the path", fix=fix))
+    if faults := program_faults("ssh", "ssh"):
+        raise UsageError(faults)
     for attempt in range(restarts + 1):
         wait_for_hosts(hosts, wait_seconds=wait_seconds if attempt else 0.0, notify=notify)
         # Free on this machine alone; the hosts have no say, and a run that finds it taken says so.

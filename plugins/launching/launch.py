@@ -72,6 +72,8 @@ class Launch:
     """Where its ranks meet, by which the shared memory that they leave is known; `None` where it starts none."""
     program: tuple[str, ...] | None = None
     """What takes the arguments in place of `interpreter`, and stops once its standard input ends: `ssh` and a host."""
+    name: str | None = None
+    """What a failure calls it; `None` for its command."""
 
 
 def interpreter() -> str:
@@ -153,8 +155,8 @@ def run_together(
     if failed is None:
         return text
     ending = f"stopped after {timeout_seconds:g} s" if code is None else f"exit code {code}"
-    command = " ".join([*(failed.program or [interpreter()]), *failed.arguments])
-    raise LaunchFailedError(f"{command}: {ending}", output=text, launcher_exit_code=code, failures=failures)
+    name = failed.name or " ".join([*(failed.program or [interpreter()]), *failed.arguments])
+    raise LaunchFailedError(f"{name}: {ending}", output=text, launcher_exit_code=code, failures=failures)
 
 
 class _Running:

@@ -32,3 +32,12 @@ def test_a_job_goes_on_when_its_reader_leaves(closed: str, tmp_path: Path) -> No
     assert (tmp_path / "file").read_text() == "done"
     kept = done.stderr if closed == "stdout" else done.stdout
     assert kept.count(b"\n") == 3000
+
+
+def test_an_unbuffered_job_is_read_while_it_runs(tmp_path: Path) -> None:
+    job = "import sys; from shardwright.cli.streams import outlast_readers; outlast_readers(); print('told', end='');"
+    job += "print(open(sys.argv[1]).read(), file=sys.stderr)"
+    with (tmp_path / "stdout").open("wb") as stdout:
+        command = [sys.executable, "-u", "-c", job, str(tmp_path / "stdout")]
+        done = subprocess.run(command, timeout=60, check=True, stdout=stdout, stderr=subprocess.PIPE)
+    assert done.stderr.strip() == b"told"

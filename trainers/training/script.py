@@ -63,7 +63,7 @@ def launch_plan(
         compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
     ran: dict[str, Any] = {"timeout_seconds": LONGEST_RUN_SECONDS, "on_line": on_line}
     if place is not None and check_nodes:
-        run_together([checking_launch(plan, plan_directory, place)], **ran)
+        run_together([_checking_launch(plan, plan_directory, place, arguments)], **ran)
     words = with_plan_flags(arguments, plan)
     worker = None if script is None else [_RANK, str(plan_directory.absolute()), str(script), *words]
     launched = planned_launch(worker, plan, plan_directory, place=place)
@@ -72,14 +72,26 @@ def launch_plan(
     run_together([launched], **ran)
 
 
-def checking_launch(plan: Plan, plan_directory: Path, place: NodePlace) -> Launch:
+def _checking_launch(plan: Plan, plan_directory: Path, place: NodePlace, arguments: Sequence[str]) -> Launch:
     """Return the launch of one process on each machine, which compares them before ranks are started."""
     meeting = ["--node-rank", str(place.rank), "--master-addr", place.main_address]
     # A port of its own: where one run ends, the store of its main machine may still answer for the next.
     meeting += ["--master-port", str(int(place.main_port) + 1)]
     command = ["torchrun", f"--nnodes={plan.hardware.nodes}", "--nproc-per-node=1", *meeting, "-m", _NODE_CHECK]
-    environment = accelerators_shown(plan)
-    return Launch(arguments=python_arguments([*command, str(plan_directory.absolute())]), environment=environment)
+    directory = plan_directory.absolute()
+    places = [str(directory), _stated_output(arguments) or str(directory)]
+    return Launch(arguments=python_arguments([*command, *places]), environment=accelerators_shown(plan))
+
+
+def _stated_output(arguments: Sequence[str]) -> str | None:
+    """Return where the arguments of a training say that its results go, as Trainers spell it.
+
+    >>> _stated_output(["--max_steps", "3", "--output_dir=out"])
+    'out'
+    """
+    words = [part for word in arguments for part in word.split("=", 1)]
+    named = [index for index, word in enumerate(words[:-1]) if word in ("--output-dir", "--output_dir")]
+    return words[named[-1] + 1] if named else None
 
 
 def script_faults(script: Path) -> list[Fault]:

@@ -1,0 +1,74 @@
+"""A plan for two machines over ssh: the losses of one machine, a host that dies, and a run that is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_hosts import NAMES, Hosts, environment
+
+from .conftest import read_losses, shardwright, start_sshd, trained, training, until
+
+pytestmark = pytest.mark.clusters
+
+
+def test_two_machines_train_as_one(plan: Path, over_ssh: list[str], local_losses: list[float], tmp_path: Path) -> None:
+    losses = tmp_path / "losses.json"
+    assert trained(["launch", str(plan), *over_ssh, "--", *training(losses)], losses) == pytest.approx(
+        local_losses, abs=1e-6
+    )
+
+
+def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
+    plan: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
+) -> None:
+    """The second host loses its power behind the first checkpoint and comes back."""
+    losses = tmp_path / "losses.json"
+    settings = json.loads((plan / "training_arguments.json").read_text())
+    (plan / "training_arguments.json").write_text(json.dumps(settings | {"save_strategy": "steps", "save_steps": 20}))
+    command = [sys.executable, "-m", "shardwright", "launch", str(plan), *over_ssh, "--no-check-nodes"]
+    command += ["--restarts", "1", "--wait-for-nodes", "60", "--", *training(losses)]
+    with (tmp_path / "output").open("w+") as output:
+        running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
+        until(lambda: (plan / "model" / "checkpoint-20" / "trainer_state.json").exists(), 200, "first checkpoint")
+        hosts.kill(NAMES[1])
+        until(
+            lambda: "waiting" in (tmp_path / "output").read_text(),
+            60,
+            "remark that a host is missing",
+            tmp_path / "output",
+        )
+        start_sshd(hosts, NAMES[1])
+        assert running.wait(timeout=300) == 0, (tmp_path / "output").read_text()
+    told = (tmp_path / "output").read_text()
+    assert f"60 s for {NAMES[1]}" in told
+    assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
+
+
+def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardwright", "launch", str(plan), *over_ssh, "--no-check-nodes"]
+    command += ["--", *training(tmp_path / "losses.json", steps=100_000)]
+    with (tmp_path / "output").open("w+") as output:
+        running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
+        until(lambda: "'loss'" in (tmp_path / "output").read_text(), 200, "first steps")
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=120) == 128 + signal.SIGTERM, (tmp_path / "output").read_text()
+    saved = list((plan / "model").glob("checkpoint-*"))
+    assert len(saved) == 1, "one whole checkpoint"
+    done = shardwright(["check", str(plan)])
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_host_without_a_way_to_it_is_told_before_anything_starts(
+    plan: Path, over_ssh: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text(f"{NAMES[0]} slots=1\n10.83.7.77 slots=1\n")
+    options = [*over_ssh[:3], str(tmp_path / "hostfile"), *over_ssh[4:]]
+    done = shardwright(["launch", str(plan), *options])
+    assert done.returncode == 1
+    assert "10.83.7.77: ssh gets no answer" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

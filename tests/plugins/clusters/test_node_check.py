@@ -1,0 +1,66 @@
+"""Machines compared: each difference is told by the machine that has it; a link is named in the plan's own unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning import public_model
+from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.clusters.node_check import NodeFacts, node_faults, node_remarks
+
+FACTS = NodeFacts(
+    host="a",
+    versions={"python": "3.12.1", "torch": "2.13.0"},
+    gpus=("NVIDIA A100-SXM4-80GB 79 GiB",) * 8,
+    files={"plan.json": "1", "ds_config.json": "2"},
+    shares_directory=True,
+    clock_seconds=0.0,
+    free_memory_bytes=2**40,
+    free_disk_bytes=2**43,
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = public_model("meta-llama--Llama-3.1-8B")
+    return make_plan(model, parse_hardware("2x8xA100-80GB"), TrainingJob(strategy="zero3"))
+
+
+def test_equal_machines_have_nothing_to_tell(plan: Plan) -> None:
+    nodes = [FACTS, replace(FACTS, host="b", clock_seconds=0.01)]
+    assert node_faults(plan, nodes) == []
+    assert node_remarks(plan, nodes, plan.hardware.network_bytes_per_s) == []
+
+
+def test_every_difference_is_told_at_once(plan: Plan) -> None:
+    other = replace(
+        FACTS,
+        host="b",
+        versions={"python": "3.12.1", "torch": "2.12.0", "peft": "0.21"},
+        gpus=FACTS.gpus[:7],
+        files={"plan.json": "1", "ds_config.json": "3"},
+    )
+    told = [fault.rule for fault in node_faults(plan, [FACTS, other])]
+    assert told == [
+        "b has peft 0.21, a has none",
+        "b has torch 2.12.0, a has 2.13.0",
+        "ds_config.json on b differs from a's",
+        "b has 7 where the plan needs 8 x A100-80GB",
+        "b has 7 x NVIDIA A100-SXM4-80GB 79 GiB, a has 8 x NVIDIA A100-SXM4-80GB 79 GiB",
+    ]
+
+
+def test_what_does_not_keep_a_run_from_starting_is_remarked(plan: Plan) -> None:
+    other = replace(
+        FACTS, host="b", shares_directory=False, clock_seconds=-7.25, free_memory_bytes=0, free_disk_bytes=0
+    )
+    remarks = node_remarks(plan, [FACTS, other], 1.5e9)
+    assert "b does not see what a writes" in remarks[0]
+    assert remarks[1] == "the clock of b is -7.2 s off a's"
+    assert remarks[2].startswith("b has 0.000 GB of free memory where the plan needs")
+    # 8.03 x 10^9 parameters: 2 bytes of weights, 12 of fp32 weights and two moments.
+    assert remarks[3] == "b has 0.000 GB of free disk; a checkpoint takes 112 GB"
+    assert "network_bytes_per_s: 1.50e+09" in remarks[4]

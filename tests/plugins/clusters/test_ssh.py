@@ -1,0 +1,141 @@
+"""Launches over an `ssh` of our own that runs its command here: hosts that die, come back or were never there."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from planning import public_model
+from shardwright.ds_configs.plan.cluster_jobs import ClusterJob
+from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.clusters import ssh
+from shardwright.plugins.clusters.ssh import Hosts, node_launches, read_hostfile, run_over_ssh
+from shardwright.plugins.launching import launch
+
+SSH = """#!/bin/sh
+# ssh OPTIONS -- HOST COMMAND
+while [ "$1" != "--" ]; do shift; done
+[ -e "$HOSTS/$2" ] || { echo "no route to $2" >&2; exit 255; }
+[ "$3" = true ] && exit 0
+echo "$3" >> "$HOSTS/ran"
+exec sh -c "$3"
+"""
+WORKER = """
+import os, sys, threading, time
+def end():
+    os.read(0, 9)
+    os._exit(9)
+threading.Thread(target=end, daemon=True).start()
+words = sys.argv[1:]
+rank = words[words.index("--node-rank") + 1]
+if "--resume" in words:
+    print("went on", rank, flush=True)
+    sys.exit(0)
+while os.path.exists(os.path.join(os.environ["HOSTS"], "host-" + rank)):
+    time.sleep(0.02)
+os._exit(255)
+"""
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(
+        public_model("meta-llama--Llama-3.1-8B"), parse_hardware("2x8xA100-80GB"), TrainingJob(strategy="zero3")
+    )
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory with a file for each host that answers."""
+    directory = tmp_path / "hosts"
+    directory.mkdir()
+    for name in ("host-0", "host-1"):
+        (directory / name).touch()
+    script = tmp_path / "bin" / "ssh"
+    script.parent.mkdir()
+    script.write_text(SSH)
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("HOSTS", str(directory))
+    monkeypatch.setattr(ssh, "_SECONDS_BETWEEN_PROBES", 0.02)
+    monkeypatch.setattr(launch, "_OTHERS_END_SECONDS", 0.2)
+    return directory
+
+
+def job_of(plan: Plan, tmp_path: Path) -> ClusterJob:
+    (tmp_path / "worker.py").write_text(WORKER)
+    return ClusterJob(plan=plan, directory="/plans/my plan", program=(sys.executable, str(tmp_path / "worker.py")))
+
+
+def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(plan: Plan, hosts: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    lines: list[str] = []
+
+    def lose_and_find() -> None:
+        while not (hosts / "ran").exists() or len((hosts / "ran").read_text().splitlines()) < 2:
+            time.sleep(0.02)
+        (hosts / "host-1").unlink()
+        while not any("waiting" in line for line in told):
+            time.sleep(0.02)
+        (hosts / "host-1").touch()
+
+    thread = threading.Thread(target=lose_and_find)
+    thread.start()
+    names = Hosts(names=("host-0", "host-1"))
+    run_over_ssh(job_of(plan, tmp_path), names, restarts=1, wait_seconds=60, on_line=lines.append, notify=told.append)
+    thread.join()
+    assert sorted(lines) == ["went on 0", "went on 1"]
+    assert told[0] == "the run failed (host-1: exit code 255); it goes on from its newest whole checkpoint"
+    assert told[1] == "waiting 60 s for host-1, which the plan needs"
+
+
+def test_a_host_that_never_answers_is_named(plan: Plan, hosts: Path, tmp_path: Path) -> None:
+    names = Hosts(names=("host-0", "host-2"))
+    with pytest.raises(ShardwrightError, match=r"host-2: ssh gets no answer \(no route to host-2\)"):
+        run_over_ssh(job_of(plan, tmp_path), names, restarts=0, wait_seconds=0, on_line=print, notify=print)
+    assert not (hosts / "ran").exists()
+
+
+def test_what_a_host_is_told_is_one_quoted_text(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("NCCL_DEBUG", "IN FO")
+    job = ClusterJob(
+        plan=plan, directory="/plans/my plan", script="/my scripts/a;b.py", arguments=("--say", "it's $HOME")
+    )
+    launches = node_launches(job, Hosts(names=("a", "b")), port=1234, directory=Path("/work dir"))
+    (text,) = launches[1].arguments
+    words = shlex.split(text)
+    assert words[:3] == ["cd", "/work dir", "&&"]
+    assert "NCCL_DEBUG=IN FO" in words
+    assert "hf_secret" not in text
+    assert words[words.index("--node-rank") + 1] == "1"
+    assert words[words.index("--main-address") + 1] == "a"
+    assert words[words.index("--") + 1 :] == ["/my scripts/a;b.py", "--say", "it's $HOME"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("node-0 slots=8\nnode-1 slots=8\n", "stand for your machines"),
+        ("a slots=8\n", "names 1 machines where the plan has 2"),
+        ("a slots=8\na slots=8\n", "names a machine twice"),
+        ("a slots=8\nb slots=4\n", "has 4 slots where the plan has 8"),
+        ("a slots=8\n-oProxyCommand=x slots=8\n", "must read HOST slots=N"),
+    ],
+)
+def test_hostfiles_that_do_not_fit_the_plan(plan: Plan, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "hostfile").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        read_hostfile(tmp_path / "hostfile", plan)
+
+
+def test_a_hostfile_as_deepspeed_reads_it(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("# machines\n\n10.0.0.1 slots=8  # rack 1\nworker-2 slots=8\n")
+    assert read_hostfile(tmp_path / "hostfile", plan) == ("10.0.0.1", "worker-2")
