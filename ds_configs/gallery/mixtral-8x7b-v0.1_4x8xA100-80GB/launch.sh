@@ -8,4 +8,5 @@
 set -euo pipefail
 if [ $# -lt 2 ]; then echo "usage: $0 MACHINE_RANK MAIN_PROCESS_IP [TRAINING ARGUMENTS]" >&2; exit 2; fi
 directory="$(cd "$(dirname "$0")" && pwd)"
-exec accelerate launch --machine_rank "$1" --main_process_ip "$2" --config_file "$directory"/accelerate.yaml --deepspeed_config_file "$directory"/ds_config.json -m shardwright.trainers.train_causal_lm --model mistralai/Mixtral-8x7B-v0.1 --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "${@:3}"
+python="$(command -v python || command -v python3)"
+exec "$python" -m shardwright.plugins.launching.elastic accelerate launch --config_file "$directory"/accelerate.yaml --machine_rank "$1" --main_process_ip "$2" --main_process_port "${MAIN_PROCESS_PORT:-29500}" --deepspeed_config_file "$directory"/ds_config.json -m shardwright.trainers.train_causal_lm --model mistralai/Mixtral-8x7B-v0.1 --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "${@:3}"
