@@ -40,7 +40,7 @@ _SLOW_LINK = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """What one machine has."""
+    """Facts of one machine, as it tells them itself."""
 
     host: str
     """Its own name."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,7 +131,7 @@ def slurm(hosts: Hosts, work: Path) -> Iterator[str]:
     if subprocess.run(["munge", "-n"], capture_output=True).returncode != 0:
         Path("/run/munge").mkdir(exist_ok=True)
         subprocess.run(["/etc/init.d/munge", "start"], check=True, capture_output=True)
-    first = NAMES[0]
+    first, spool = NAMES[0], tempfile.mkdtemp(prefix="slurm-", dir="/run")
     lines = [
         "ClusterName=two",
         f"SlurmctldHost={first}({hosts.addresses[first]})",
@@ -137,7 +139,8 @@ def slurm(hosts: Hosts, work: Path) -> Iterator[str]:
         "SlurmUser=root",
         "SlurmdUser=root",
         f"StateSaveLocation={directory}/state",
-        f"SlurmdSpoolDir={directory}/spool-%n",
+        # Holds sockets, whose paths have at most 108 characters.
+        f"SlurmdSpoolDir={spool}/%n",
         f"SlurmctldPidFile={directory}/slurmctld.pid",
         f"SlurmdPidFile={directory}/slurmd-%n.pid",
         f"SlurmctldLogFile={directory}/slurmctld.log",
@@ -148,8 +151,6 @@ def slurm(hosts: Hosts, work: Path) -> Iterator[str]:
         "SelectTypeParameters=CR_CPU",
         "ReturnToService=2",
         "SlurmdTimeout=10",
-        # A job that is queued again waits two minutes otherwise.
-        "SchedulerParameters=requeue_delay=1",
         "MpiDefault=none",
         *(f"NodeName={name} NodeAddr={address} CPUs=2 RealMemory=4000" for name, address in hosts.addresses.items()),
         f"PartitionName=main Nodes={','.join(NAMES)} Default=YES MaxTime=INFINITE State=UP",
@@ -163,6 +164,7 @@ def slurm(hosts: Hosts, work: Path) -> Iterator[str]:
     yield str(config)
     for name in NAMES:
         hosts.kill(name)
+    shutil.rmtree(spool)
 
 
 def asked(*command: str, config: str) -> str:

@@ -30,21 +30,21 @@ def test_two_nodes_train_as_one_machine(plan: Path, slurm: str, local_losses: li
     losses, output = tmp_path / "losses.json", tmp_path / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--", *training(losses)]
     number = submitted(words, slurm)
-    until(lambda: ended(number, slurm), 300, "end of the job")
+    until(lambda: ended(number, slurm), 120, "end of the job", output)
     assert ended(number, slurm) == "COMPLETED", output.read_text()
     assert read_losses(losses) == pytest.approx(local_losses, abs=1e-6)
     assert f"{NAMES[0]}, {NAMES[1]}: same versions and files" in output.read_text()
 
 
 def test_a_job_at_its_time_limit_saves_and_goes_on_in_its_next_turn(plan: Path, slurm: str, tmp_path: Path) -> None:
-    """SIGTERM comes a minute or less after the start; the second turn resumes and is cancelled."""
+    """SIGTERM comes a minute or less after the start; SLURM waits two before the next turn, which is cancelled."""
     losses, output = tmp_path / "losses.json", tmp_path / "output"
     settings = [f"--sbatch=--output={output}", "--sbatch=--time=2", "--sbatch=--signal=TERM@60"]
     words = ["launch", str(plan), "--on", "slurm", *settings, "--no-check-nodes"]
     number = submitted([*words, "--", *training(losses, steps=100_000)], slurm)
-    until(lambda: list((plan / "model").glob("checkpoint-*")), 200, "checkpoint before the limit")
+    until(lambda: list((plan / "model").glob("checkpoint-*")), 200, "checkpoint before the limit", output)
     first = int(next((plan / "model").glob("checkpoint-*")).name.removeprefix("checkpoint-"))
-    until(lambda: output.read_text().count("'loss'") and "resum" in output.read_text(), 200, "second turn")
+    until(lambda: output.read_text().count("'loss'") and "resum" in output.read_text(), 300, "second turn", output)
     asked("scancel", number, config=slurm)
     until(lambda: ended(number, slurm), 120, "end of the job")
     assert ended(number, slurm) == "CANCELLED", "a job that its user ends is not queued again"
