@@ -100,10 +100,13 @@ except ValueError as error:
 """
 
 
+REPORTS = ("rehearsal.json", "report.html")
+
+
 def files_of(directory: Path) -> dict[Path, int]:
-    """When each file was written, but for the report of rehearsals."""
+    """When each file was written, but for the reports of rehearsals."""
     written = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
-    return {path: time for path, time in written.items() if path.name != "rehearsal.json"}
+    return {path: time for path, time in written.items() if path.name not in REPORTS}
 
 
 def test_a_rehearsed_script_sees_its_working_directory_and_changes_nothing_there(model: Path, tmp_path: Path) -> None:
