@@ -137,6 +137,7 @@ def _launch_on_cluster(
         script=None if script is None else str(Path(script).absolute()),
         arguments=arguments,
         name=options.name,
+        options=() if options.check_nodes else ("--no-check-nodes",),
     )
     if options.on == "ssh":
         return _over_ssh(job, plan_directory, options)

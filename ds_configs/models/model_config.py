@@ -35,6 +35,10 @@ _REPEATED = re.compile(r"(layers?|depths?|blocks|stages|experts)$")
 _MOST_REPEATS = 10_000
 _MOST_BUILT_LAYERS = 1_000
 """Layers of a family that is counted on the meta device, in milliseconds for each: eight times Llama 405B's."""
+_COUNTS = re.compile(r"(layers|depths|blocks|stages|experts|_replace)$")
+"""Endings of the fields that count modules: never negative, where `..._layer` may count from the end."""
+_LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
+_LAYER_KINDS = ("layer_types", "layers_block_type", "attention_layers")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention")
 
 
@@ -88,10 +92,12 @@ def config_faults(config: Mapping[str, Any], *, source: str) -> list[Fault]:
             if config.get(names.get(field, field)) is None
         ]
     faults += _size_faults(config, names, source, one_per_layer=model_type not in FAST_FAMILIES)
+    faults += _layer_faults(config, names, source)
     faults += _divisibility_faults(config, names, source)
     for nested, value in config.items():
         if nested.endswith("_config") and isinstance(value, dict) and nested != "quantization_config":
             faults += _size_faults(value, {}, f"{source}: {nested}", one_per_layer=True)
+            faults += _layer_faults(value, {}, f"{source}: {nested}")
             faults += _divisibility_faults(value, {}, f"{source}: {nested}")
     return faults
 
@@ -162,6 +168,28 @@ def _size_faults(
         zero_allowed = value == 0 and field in _ZERO_MEANS_NONE and not isinstance(value, bool)
         if not _is_size(value, limit) and not zero_allowed:
             faults.append(Fault(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}"))
+    return faults
+
+
+def _layer_faults(config: Mapping[str, Any], names: Mapping[str, str], source: str) -> list[Fault]:
+    """Return the counts, indices and kinds of layers that are none, which Transformers takes without a word."""
+    faults = [
+        Fault(where=f"{source}: {name}", value=value, rule="cannot be negative")
+        for name, value in config.items()
+        if isinstance(value, int) and value < 0 and name not in _LIMITS and _COUNTS.search(str(name))
+    ]
+    layers = config.get(names.get("num_hidden_layers", "num_hidden_layers"))
+    for name in _LAYER_INDICES:
+        indices = config.get(name)
+        if isinstance(indices, list) and isinstance(layers, int):
+            outside = [index for index in indices if not isinstance(index, int) or not 0 <= index < layers]
+            if outside:
+                rule = f"must hold layers from 0 to {layers - 1}"
+                faults.append(Fault(where=f"{source}: {name}", value=outside[:3], rule=rule))
+    for name in _LAYER_KINDS:
+        kinds = config.get(name)
+        if isinstance(kinds, list) and not all(isinstance(kind, str) for kind in kinds):
+            faults.append(Fault(where=f"{source}: {name}", value=kinds[:3], rule="must be a list of names"))
     return faults
 
 

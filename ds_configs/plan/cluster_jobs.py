@@ -33,13 +33,16 @@ class ClusterJob:
     """The user's own script; `None` for the plan's own training."""
     arguments: tuple[str, ...] = ()
     """Of the script or the training."""
+    options: tuple[str, ...] = ()
+    """Further ones of `shardwright launch` on a node, such as `--no-check-nodes`."""
     name: str = "shardwright"
     """What the scheduler shows."""
 
     def node_words(self, place: NodePlace, *options: str) -> list[str]:
-        """Return the command of one node; `options` are further ones of `shardwright launch`."""
+        """Return the command of one node; `options` are further ones than the job has."""
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
-        words = [*self.program, "launch", self.directory, "--node-rank", str(place.rank), *meeting, *options]
+        words = [*self.program, "launch", self.directory, "--node-rank", str(place.rank), *meeting]
+        words += [*self.options, *options]
         return [*words, "--", *self.words_behind]
 
     @property
@@ -74,16 +77,16 @@ def slurm_script(
     training. `settings` are further options of `sbatch`, such as `--partition=gpu`.
     """
     hardware = job.plan.hardware
-    options = [f"--job-name={job.name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
+    asked = [f"--job-name={job.name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
     if hardware.gpu != "CPU":
-        options.append(f"--gpus-per-node={hardware.gpus_per_node}")
-    options += ["--exclusive", "--requeue", "--open-mode=append", f"--signal=TERM@{saving_seconds}", *settings]
+        asked.append(f"--gpus-per-node={hardware.gpus_per_node}")
+    asked += ["--exclusive", "--requeue", "--open-mode=append", f"--signal=TERM@{saving_seconds}", *settings]
     directory = '"$SLURM_SUBMIT_DIR"' if job.directory == "." else shlex.quote(job.directory)
-    behind = shlex.join(job.words_behind)
+    behind, options = shlex.join(job.words_behind), "".join(f"{shlex.quote(word)} " for word in job.options)
     # What the shell of the node puts in comes behind the words that are the same for all.
     same = len(job.program) + 2
     return (
-        "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in options) + f"{header}set -uo pipefail\n"
+        "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in asked) + f"{header}set -uo pipefail\n"
         'main_address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
         "# Two jobs that share a machine meet at different ports.\n"
         "main_port=$((20000 + SLURM_JOB_ID % 10000))\n"
@@ -93,7 +96,7 @@ def slurm_script(
         f"srun --wait={saving_seconds} bash -c "
         f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
         f"{shlex.join(job.program)} launch {directory} "
-        '--main-address "$main_address" --main-port "$main_port" -- "$@"\n'
+        f'--main-address "$main_address" --main-port "$main_port" {options}-- "$@"\n'
         "code=$?\n"
         "# It was stopped before its time limit and has saved: its next turn goes on from there.\n"
         f'if [ "$code" -eq {_STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'

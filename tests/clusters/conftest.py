@@ -32,9 +32,18 @@ def model(work: Path) -> Path:
     return work / "tiny"
 
 
-def planned(model: Path, directory: Path, hardware: str) -> Path:
+def planned(model: Path, directory: Path, hardware: str, *, global_batch_size: int = 4) -> Path:
     """Write the plan of the small model under ZeRO-2 in fp32."""
-    words = ["--strategy", "zero2", "--seq-len", "32", "--global-batch-size", "4", "--micro-batch-size", "2"]
+    words = [
+        "--strategy",
+        "zero2",
+        "--seq-len",
+        "32",
+        "--global-batch-size",
+        str(global_batch_size),
+        "--micro-batch-size",
+        "2",
+    ]
     command = [sys.executable, "-m", "shardwright", "plan", str(model), "--hardware", hardware, *words]
     command += ["--precision", "fp32", "--output-dir", str(directory)]
     subprocess.run(command, check=True, capture_output=True, env=environment())

@@ -1,14 +1,13 @@
-"""A plan for two nodes in a real SLURM: the losses of one machine, and a time limit that the run outlives."""
+"""A plan for two nodes in a real SLURM: the losses of one machine, and a stop that the run outlives."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from cluster_hosts import NAMES
 
-from .conftest import asked, read_losses, shardwright, training, until
+from .conftest import asked, planned, read_losses, shardwright, training, until
 
 pytestmark = pytest.mark.clusters
 
@@ -36,28 +35,43 @@ def test_two_nodes_train_as_one_machine(plan: Path, slurm: str, local_losses: li
     assert f"{NAMES[0]}, {NAMES[1]}: same versions and files" in output.read_text()
 
 
-def test_a_job_at_its_time_limit_saves_and_goes_on_in_its_next_turn(plan: Path, slurm: str, tmp_path: Path) -> None:
-    """SIGTERM comes a minute or less after the start; SLURM waits two before the next turn, which is cancelled."""
-    losses, output = tmp_path / "losses.json", tmp_path / "output"
-    settings = [f"--sbatch=--output={output}", "--sbatch=--time=2", "--sbatch=--signal=TERM@60"]
-    words = ["launch", str(plan), "--on", "slurm", *settings, "--no-check-nodes"]
-    number = submitted([*words, "--", *training(losses, steps=100_000)], slurm)
-    until(lambda: list((plan / "model").glob("checkpoint-*")), 200, "checkpoint before the limit", output)
-    first = int(next((plan / "model").glob("checkpoint-*")).name.removeprefix("checkpoint-"))
-    until(lambda: output.read_text().count("'loss'") and "resum" in output.read_text(), 300, "second turn", output)
+def test_a_job_that_is_asked_to_stop_saves_and_goes_on_in_its_next_turn(plan: Path, slurm: str, tmp_path: Path) -> None:
+    """SIGTERM reaches the job's steps as it does before their time limit; SLURM then waits two minutes, unless told."""
+    losses, output, steps = tmp_path / "losses.json", tmp_path / "output", 500
+    words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
+    number = submitted([*words, "--", *training(losses, steps=steps)], slurm)
+    until(lambda: output.exists() and "'loss'" in output.read_text(), 200, "first steps", output)
+    asked("scancel", "--signal=TERM", number, config=slurm)
+    until(lambda: "Restarts=1" in asked("scontrol", "show", "job", number, config=slurm), 120, "next turn", output)
+    saved = int(next((plan / "model").glob("checkpoint-*")).name.removeprefix("checkpoint-"))
+    until(lambda: not ended(number, slurm) and restarted(number, slurm), 60, "release of the job", output)
+    until(lambda: ended(number, slurm), 200, "end of the job", output)
+    assert ended(number, slurm) == "COMPLETED", output.read_text()
+    assert len(read_losses(losses)) == steps - saved
+    assert "same versions" not in output.read_text()
+
+
+def restarted(number: str, config: str) -> bool:
+    """Let a job that waits for its next turn begin it now."""
+    asked("scontrol", "update", f"JobId={number}", "StartTime=now", config=config)
+    return "JobState=RUNNING" in asked("scontrol", "show", "job", number, config=config)
+
+
+def test_a_job_that_its_user_ends_is_not_queued_again(plan: Path, slurm: str, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
+    number = submitted([*words, "--", *training(tmp_path / "losses.json", steps=100_000)], slurm)
+    until(lambda: output.exists() and "'loss'" in output.read_text(), 200, "first steps", output)
     asked("scancel", number, config=slurm)
-    until(lambda: ended(number, slurm), 120, "end of the job")
-    assert ended(number, slurm) == "CANCELLED", "a job that its user ends is not queued again"
-    state = max((plan / "model").glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
-    assert json.loads(state.read_text())["global_step"] >= first
+    until(lambda: ended(number, slurm), 120, "end of the job", output)
+    assert ended(number, slurm) == "CANCELLED"
 
 
 def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
     model: Path, slurm: str, tmp_path: Path
 ) -> None:
-    from .conftest import planned
-
-    done = shardwright(["launch", str(planned(model, tmp_path / "plan", "3x1xCPU")), "--on", "slurm"], SLURM_CONF=slurm)
+    plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
+    done = shardwright(["launch", str(plan), "--on", "slurm"], SLURM_CONF=slurm)
     assert done.returncode == 2
     assert "the plan has 3 nodes, the cluster 2" in done.stderr
     assert asked("squeue", "--noheader", config=slurm) == ""

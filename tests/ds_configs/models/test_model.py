@@ -218,7 +218,8 @@ def test_random_configs_equal_the_meta_device(config: dict[str, Any]) -> None:
     ],
 )
 def test_other_architectures_have_their_public_counts(model_type: str, architecture: str, count: int) -> None:
-    spec = model_spec_from_meta({"model_type": model_type, "architectures": [architecture]}, name="m")
+    parts: dict[str, Any] = {"text_config": {}} if model_type == "clip" else {}
+    spec = model_spec_from_meta({"model_type": model_type, "architectures": [architecture]} | parts, name="m")
     assert (spec.source, spec.architecture, spec.parameter_count) == ("meta", architecture, count)
 
 
@@ -380,3 +381,27 @@ def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Pat
 def test_what_cannot_be_built_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedInputError, match=message):
         build_meta_model(config, source="m")
+
+
+LAYERED = {"model_type": "bamba", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("decoder_layers", -1, "cannot be negative"),
+        ("first_k_dense_replace", -7, "cannot be negative"),
+        ("attn_layer_indices", [0, -5], "from 0 to 3"),
+        ("attn_layer_indices", [10**9], "from 0 to 3"),
+        ("layer_types", [-1] * 4, "list of names"),
+    ],
+)
+def test_layers_that_are_none_are_refused(field: str, value: Any, rule: str) -> None:
+    """Transformers builds a model from each of them, another one than was meant."""
+    for config in (LAYERED | {field: value}, {"model_type": "x", "text_config": LAYERED | {field: value}}):
+        (fault,) = [fault for fault in config_faults(config, source="config.json") if fault.where.endswith(field)]
+        assert rule in fault.rule
+
+
+def test_layers_may_be_counted_from_the_end() -> None:
+    assert config_faults(LAYERED | {"vision_feature_layer": -2, "attn_layer_indices": [0, 3]}, source="c") == []
