@@ -34,7 +34,7 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
     command += ["--restarts", "1", "--wait-for-nodes", "60", "--", *training(losses)]
     with (tmp_path / "output").open("w+") as output:
         running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
-        until(lambda: (plan / "model" / "checkpoint-20" / "trainer_state.json").exists(), 200, "first checkpoint")
+        until(lambda: (plan / "model" / "checkpoint-20" / "checkpoint_complete.json").exists(), 200, "checkpoint")
         hosts.kill(NAMES[1])
         until(
             lambda: "waiting" in (tmp_path / "output").read_text(),
