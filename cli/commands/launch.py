@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from ...ds_configs.plan.cluster_jobs import ClusterJob
 
 
+_OF_ENGINES = {
+    "dry_run": ("ssh", "slurm", "kubernetes", "jobset", "skypilot"),
+    "hostfile": ("ssh",),
+    "ssh_config": ("ssh",),
+    "wait_for_nodes": ("ssh",),
+    "restarts": ("ssh", "jobset"),
+    "sbatch": ("slurm",),
+    "name": ("slurm", "kubernetes", "jobset", "skypilot"),
+    "image": ("kubernetes", "jobset"),
+    "volume": ("kubernetes", "jobset"),
+    "node_rank": ("local",),
+    "main_address": ("local",),
+    "main_port": ("local", "ssh"),
+    "until_stdin_closes": ("local",),
+}
+"""Options that some engines know and others would pass over."""
+
+
 @grouped
 class LaunchOptions(ConfigOption):
     """Machines of a launch."""
@@ -35,7 +53,7 @@ class LaunchOptions(ConfigOption):
     )
     ssh_config: Path | None = Field(None, description="Settings of ssh in place of your own")
     restarts: int = Field(
-        0, ge=0, description="How often ssh starts a run that failed again, from its newest checkpoint"
+        0, ge=0, description="How often ssh or jobset starts a failed run again, from its newest checkpoint"
     )
     wait_for_nodes: float = Field(600.0, ge=0, description="Seconds for which a restart waits for a machine")
     sbatch: Names = Field((), description="Further options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
@@ -75,12 +93,16 @@ def launch_command(
     """
     if script is not None and script.startswith("-"):
         arguments, script = (script, *arguments), None
-    place = _place(options)
+    if faults := _option_faults(options):
+        raise UsageError(faults)
     if options.on != "local":
         return _launch_on_cluster(plan, script, arguments, options)
     from ...plugins.launching.remote import stop_with_stdin
     from ...trainers.training.script import launch_plan
 
+    place = None
+    if options.node_rank is not None and options.main_address is not None:
+        place = NodePlace(rank=options.node_rank, main_address=options.main_address, main_port=options.main_port)
     if options.until_stdin_closes:
         stop_with_stdin()
     launch_plan(
@@ -99,24 +121,27 @@ def _print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def _place(options: LaunchOptions) -> NodePlace | None:
-    """Return this machine's place.
+def _option_faults(options: LaunchOptions) -> list[Fault]:
+    """Return the options that were stated and that this engine would pass over, and names that are none."""
+    from ...ds_configs.plan.cluster_jobs import name_faults, setting_faults
 
-    Raises:
-        UsageError: half of it is stated, or it stands beside an engine that knows it.
-    """
+    faults = name_faults(options.name) + setting_faults(options.sbatch)
+    for name, engines in _OF_ENGINES.items():
+        value = getattr(options, name)
+        if options.on not in engines and value != LaunchOptions.model_fields[name].default:
+            rule = f"is for --on {' or '.join(engines)}, not {options.on}"
+            shown = str(value) if isinstance(value, Path) else value
+            faults.append(Fault(where=name, value=shown, rule=rule, fix="leave it out"))
     stated = {"node_rank": options.node_rank, "main_address": options.main_address}
-    given = {name: value for name, value in stated.items() if value is not None}
-    if not given:
-        return None
-    if options.on != "local":
-        rule = f"is for machines that you start yourself; --on {options.on} says it to each"
-        raise UsageError([Fault(where=name, value=value, rule=rule) for name, value in given.items()])
-    if options.node_rank is None or options.main_address is None:
-        missing = next(name for name, value in stated.items() if value is None)
-        rule = f"needs --{missing.replace('_', '-')} beside it"
-        raise UsageError([Fault(where=name, value=value, rule=rule) for name, value in given.items()])
-    return NodePlace(rank=options.node_rank, main_address=options.main_address, main_port=options.main_port)
+    missing = [name for name, value in stated.items() if value is None]
+    if options.on == "local" and len(missing) == 2 and options.main_port != MAIN_PORT:
+        rule, fix = "is for one of several machines", "state --node-rank and --main-address beside it"
+        faults.append(Fault(where="main_port", value=options.main_port, rule=rule, fix=fix))
+    if len(missing) == 1:
+        given = next(name for name in stated if name not in missing)
+        rule = f"needs --{missing[0].replace('_', '-')} beside it"
+        faults.append(Fault(where=given, value=stated[given], rule=rule))
+    return faults
 
 
 def _launch_on_cluster(
@@ -156,6 +181,7 @@ def _over_ssh(job: ClusterJob, plan_directory: Path, options: LaunchOptions) -> 
     run_over_ssh(
         job,
         hosts,
+        port=options.main_port,
         restarts=options.restarts,
         wait_seconds=options.wait_for_nodes,
         on_line=_print_line,

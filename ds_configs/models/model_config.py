@@ -37,7 +37,8 @@ _MOST_BUILT_LAYERS = 1_000
 """Layers of a family that is counted on the meta device, in milliseconds for each: eight times Llama 405B's."""
 _COUNTS = re.compile(r"(layers|depths|blocks|stages|experts|_replace)$")
 """Endings of the fields that count modules: never negative, where `..._layer` may count from the end."""
-_LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
+LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
+"""Fields that list layers by number."""
 _LAYER_KINDS = ("layer_types", "layers_block_type", "attention_layers")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention")
 
@@ -179,7 +180,7 @@ def _layer_faults(config: Mapping[str, Any], names: Mapping[str, str], source: s
         if isinstance(value, int) and value < 0 and name not in _LIMITS and _COUNTS.search(str(name))
     ]
     layers = config.get(names.get("num_hidden_layers", "num_hidden_layers"))
-    for name in _LAYER_INDICES:
+    for name in LAYER_INDICES:
         indices = config.get(name)
         if isinstance(indices, list) and isinstance(layers, int):
             outside = [index for index in indices if not isinstance(index, int) or not 0 <= index < layers]

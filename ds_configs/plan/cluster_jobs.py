@@ -7,12 +7,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..specs.errors import Fault
 from .launch import NodePlace
 from .plan import Plan
 
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+"""A DNS label, short enough for the names of the pods that are made of it."""
+_SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
 SAVING_SECONDS = 300
 """What a run that a scheduler stops gets to write its checkpoint, unless it is told otherwise."""
 _STOPPED = 143
@@ -55,6 +61,23 @@ class ClusterJob:
         if self.script is not None or "--resume" in self.arguments:
             return self
         return replace(self, arguments=(*self.arguments, "--resume"))
+
+
+def name_faults(name: str) -> list[Fault]:
+    """Return a fault where a scheduler, or the shell and YAML on the way to it, would read a name as something else."""
+    if _NAME.fullmatch(name):
+        return []
+    rule = "must be at most 40 lower-case letters, digits and hyphens, with a letter first"
+    return [Fault(where="name", value=name, rule=rule)]
+
+
+def setting_faults(settings: Sequence[str]) -> list[Fault]:
+    """Return the options of `sbatch` that are none; a line break in one would begin a line of the script."""
+    return [
+        Fault(where="sbatch", value=setting, rule="must read --NAME=VALUE", fix="such as --partition=gpu")
+        for setting in settings
+        if not _SETTING.fullmatch(setting)
+    ]
 
 
 def placeholder_hosts(plan: Plan) -> list[str]:

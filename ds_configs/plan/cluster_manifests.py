@@ -14,7 +14,7 @@ from typing import Any
 
 from ..specs.errors import Fault
 from ..specs.hardware import HardwareSpec
-from .cluster_jobs import SAVING_SECONDS, ClusterJob
+from .cluster_jobs import SAVING_SECONDS, ClusterJob, name_faults
 from .launch import NodePlace
 
 PLAN_DIRECTORY = "/shardwright/plan"
@@ -22,8 +22,6 @@ PLAN_DIRECTORY = "/shardwright/plan"
 _SCRIPT_DIRECTORY = "/shardwright/script"
 _LARGEST_CONFIG_MAP_BYTES = 2**20
 """What Kubernetes keeps in one ConfigMap."""
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-"""A DNS label, short enough for the names of the pods that are made of it."""
 _MOUNT = re.compile(r"(?P<claim>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(?P<path>/[A-Za-z0-9._/-]+)")
 _SKYPILOT_NAMES = {"A100-40GB": "A100", "H100-80GB": "H100", "V100-16GB": "V100"}
 """Names of its catalog where they differ from ours (skypilot 0.14.1, `sky show-gpus`)."""
@@ -31,10 +29,7 @@ _SKYPILOT_NAMES = {"A100-40GB": "A100", "H100-80GB": "H100", "V100-16GB": "V100"
 
 def manifest_faults(job: ClusterJob, files: Mapping[str, str], *, image: str, volume: str) -> list[Fault]:
     """Return why a job has no manifest for Kubernetes."""
-    faults = []
-    if not _NAME.fullmatch(job.name):
-        rule = "must be at most 40 lower-case letters, digits and hyphens, with a letter first"
-        faults.append(Fault(where="name", value=job.name, rule=rule))
+    faults = name_faults(job.name)
     if not image or any(not character.isprintable() or character.isspace() for character in image):
         rule, fix = "must name an image with shardwright in it", "give --image REGISTRY/NAME:TAG"
         faults.append(Fault(where="image", value=image, rule=rule, fix=fix))

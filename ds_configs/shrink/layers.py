@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil, lcm
 from typing import Any
 
+from ..models.model_config import LAYER_INDICES
 from ..specs.changes import Rewriting, is_count
 
 LAYER_COUNTS = (
@@ -26,7 +27,6 @@ _LONGEST_PERIOD = 8
 # As in `models/model_config.py`: a count from a stranger's file is never expanded unbounded.
 _MOST_REPEATS = 10_000
 _PERIODIC_LISTS = ("layer_types", "no_rope_layers", "layers_block_type", "attention_layers")
-_LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
 _DENSE_PREFIXES = ("first_k_dense_replace", "moe_layer_start_index")
 _PERIODS = (
     "decoder_sparse_step",
@@ -70,7 +70,7 @@ def cut_layers(config: Rewriting, *, layers: int, pipeline_stages: int) -> None:
     kept = kept_layers(config.values, layers=layers, pipeline_stages=pipeline_stages)
     for name, values in list(_per_layer_lists(config.values, total)):
         config.put(name, [values[index] for index in kept])
-    for name in _LAYER_INDICES:
+    for name in LAYER_INDICES:
         if isinstance(config.get(name), list):
             config.put(name, [new for new, old in enumerate(kept) if old in config.get(name)])
     # Thresholds count the layers before them; the last layer's index is one of the kept ones.
@@ -135,7 +135,7 @@ def _kinds(config: Mapping[str, Any], total: int) -> list[str]:
     columns: list[list[Any]] = [values for _, values in _per_layer_lists(config, total)]
     columns += [
         [index in config[name] for index in range(total)]
-        for name in _LAYER_INDICES
+        for name in LAYER_INDICES
         if isinstance(config.get(name), list)
     ]
     thresholds = [*_DENSE_PREFIXES, *(["max_window_layers"] if config.get("use_sliding_window") else [])]
@@ -151,7 +151,7 @@ def _kinds(config: Mapping[str, Any], total: int) -> list[str]:
 def _per_layer_lists(config: Mapping[str, Any], total: int) -> Iterator[tuple[str, list[Any]]]:
     """Yield every list with one entry for each layer (`no_rope_layers` may hold more)."""
     for name, value in config.items():
-        if not isinstance(value, list) or name in _LAYER_INDICES or _NOT_PER_LAYER.search(name):
+        if not isinstance(value, list) or name in LAYER_INDICES or _NOT_PER_LAYER.search(name):
             continue
         if len(value) == total or (name == "no_rope_layers" and len(value) > total):
             yield name, value[:total]

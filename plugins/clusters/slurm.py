@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault
 from .submission import program_faults, submitted
 
-_SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
-
 
 def cluster_faults(plan: Plan, settings: Sequence[str]) -> list[Fault]:
-    """Return what keeps a plan from this cluster's queue: no SLURM, too few nodes, or options that are none."""
-    faults = [
-        Fault(where="sbatch", value=setting, rule="must read --NAME=VALUE", fix="such as --partition=gpu")
-        for setting in settings
-        if not _SETTING.fullmatch(setting)
-    ]
-    faults += program_faults("slurm", "sbatch")
+    """Return what keeps a plan from this cluster's queue: no SLURM, or too few nodes."""
+    faults = program_faults("slurm", "sbatch")
     if faults:
         return faults
     partitions = [setting for setting in settings if setting.startswith("--partition=")]

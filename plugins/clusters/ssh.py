@@ -20,7 +20,7 @@ from ...ds_configs.plan.cluster_jobs import ClusterJob, placeholder_hosts
 from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ..launching.launch import Launch, LaunchFailedError, free_port, run_together
+from ..launching.launch import Launch, LaunchFailedError, run_together
 from ..launching.notes import Notify
 from .submission import program_faults
 
@@ -105,6 +105,7 @@ def run_over_ssh(
     job: ClusterJob,
     hosts: Hosts,
     *,
+    port: int,
     restarts: int,
     wait_seconds: float,
     on_line: Callable[[str], None],
@@ -115,6 +116,7 @@ def run_over_ssh(
     Args:
         job: What every host runs.
         hosts: As many as the plan has machines.
+        port: Where ranks meet on the first host.
         restarts: How often a run that failed is started again.
         wait_seconds: How long a host that does not answer is waited for.
         on_line: Receives every line that ranks print.
@@ -128,8 +130,7 @@ def run_over_ssh(
         raise UsageError(faults)
     for attempt in range(restarts + 1):
         wait_for_hosts(hosts, wait_seconds=wait_seconds if attempt else 0.0, notify=notify)
-        # Free on this machine alone; the hosts have no say, and a run that finds it taken says so.
-        launches = node_launches(job.resumed() if attempt else job, hosts, port=free_port(), directory=Path.cwd())
+        launches = node_launches(job.resumed() if attempt else job, hosts, port=port, directory=Path.cwd())
         try:
             run_together(launches, timeout_seconds=_LONGEST_RUN_SECONDS, on_line=on_line)
         except LaunchFailedError as error:

@@ -89,7 +89,9 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(plan: Plan, hosts: P
     thread = threading.Thread(target=lose_and_find)
     thread.start()
     names = Hosts(names=("host-0", "host-1"))
-    run_over_ssh(job_of(plan, tmp_path), names, restarts=1, wait_seconds=60, on_line=lines.append, notify=told.append)
+    run_over_ssh(
+        job_of(plan, tmp_path), names, port=29500, restarts=1, wait_seconds=60, on_line=lines.append, notify=told.append
+    )
     thread.join()
     assert sorted(lines) == ["went on 0", "went on 1"]
     assert told[0] == "the run failed (host-1: exit code 255); it goes on from its newest whole checkpoint"
@@ -99,7 +101,7 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(plan: Plan, hosts: P
 def test_a_host_that_never_answers_is_named(plan: Plan, hosts: Path, tmp_path: Path) -> None:
     names = Hosts(names=("host-0", "host-2"))
     with pytest.raises(ShardwrightError, match=r"host-2: ssh gets no answer \(no route to host-2\)"):
-        run_over_ssh(job_of(plan, tmp_path), names, restarts=0, wait_seconds=0, on_line=print, notify=print)
+        run_over_ssh(job_of(plan, tmp_path), names, port=29500, restarts=0, wait_seconds=0, on_line=print, notify=print)
     assert not (hosts / "ran").exists()
 
 

@@ -1,0 +1,27 @@
+"""Options of `launch` that an engine would pass over, and names that it would read otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from shardwright.cli.main import run
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--on", "slurm", "--hostfile", "h"], "hostfile = 'h': is for --on ssh, not slurm"),
+        (["--on", "ssh", "--node-rank", "1", "--main-address", "a"], "is for --on local, not ssh"),
+        (["--on", "slurm", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not slurm"),
+        (["--dry-run"], "dry_run = True: is for --on ssh or slurm or"),
+        (["--main-port", "1234"], "is for one of several machines"),
+        (["--node-rank", "1"], "node_rank = 1: needs --main-address beside it"),
+        (["--on", "slurm", "--name", "a\n#SBATCH --wrap=x"], "must be at most 40 lower-case letters"),
+        (["--on", "slurm", "--dry-run", "--sbatch=--time=1\n#SBATCH --uid=0"], "must read --NAME=VALUE"),
+        (["--on", "jobset", "--sbatch=--time=1"], "is for --on slurm, not jobset"),
+    ],
+)
+def test_an_option_that_would_be_passed_over_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["launch", "plan", *words]) == 2
+    assert said in capsys.readouterr().err
