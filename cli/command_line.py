@@ -9,21 +9,29 @@ from contextvars import ContextVar
 from pathlib import Path
 
 _running: ContextVar[str] = ContextVar("command line", default="")
+_arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
 
 
 @contextmanager
-def running(arguments: Sequence[str]) -> Iterator[None]:
-    """Let `command_line` return these arguments of `shardwright` during the block."""
-    token = _running.set(shlex.join(["shardwright", *map(_without_place, arguments)]))
+def running(stated: Sequence[str]) -> Iterator[None]:
+    """Let `command_line` and `arguments` return these arguments of `shardwright` during the block."""
+    token = _running.set(shlex.join(["shardwright", *map(_without_place, stated)]))
+    other = _arguments.set(tuple(stated))
     try:
         yield
     finally:
         _running.reset(token)
+        _arguments.reset(other)
 
 
 def command_line() -> str:
     """Return the command as a shell reads it, paths without where they lie; empty where a Python program calls."""
     return _running.get()
+
+
+def arguments() -> tuple[str, ...]:
+    """Return the arguments of `shardwright` as they were stated; none where a Python program calls."""
+    return _arguments.get()
 
 
 def _without_place(argument: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...ds_configs.specs.units import gigabytes
 from ...trainers.distillation.cache.cache_job import CacheSettings
+from ..machines import ReplicaOptions, run_on_hosts, tell_place
 from ..options import RunOptions
 from ..progress import LinesAtTimes, note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 grouped(CacheSettings)
+grouped(ReplicaOptions)
 
 
 @grouped
@@ -31,6 +33,7 @@ def cache_teacher_command(
     *,
     settings: Annotated[CacheSettings, Options] = FILLED,
     options: Annotated[CacheOptions, Options] = FILLED,
+    machines: Annotated[ReplicaOptions, Options] = FILLED,
 ) -> int:
     """Store what a teacher says of every token of a dataset; `distill --teacher-cache` then runs no teacher.
 
@@ -43,18 +46,23 @@ def cache_teacher_command(
     teacher
         Hub id or directory; weights are read from safetensors.
     """
-    output_dir, dry_run = options.output_dir, options.dry_run
+    if machines.on == "ssh":
+        return run_on_hosts(machines)
+    output_dir, dry_run, replicas = options.output_dir, options.dry_run, machines.replicas()
     from ...trainers.data.sources import PYTHON_HELP
     from ...trainers.distillation.cache.cache_job import prepare_cache, run_cache_job
 
     if "dataset" not in settings.model_fields_set:
         note(f"the dataset is {PYTHON_HELP}, Python's own help topics; --dataset names the student's")
     with redirect_stdout(sys.stderr):
-        job = prepare_cache(teacher, settings, None if dry_run else output_dir)
+        job = prepare_cache(teacher, settings, None if dry_run else output_dir, replicas=replicas)
         if not dry_run:
             assert output_dir is not None
             with progress_on_stderr("loading the teacher", LinesAtTimes()) as on_progress:
-                run_cache_job(job, output_dir, on_progress=on_progress)
+                run_cache_job(job, output_dir, replicas=replicas, notify=note, on_progress=on_progress)
+    if replicas.place is not None and not replicas.result_is_here:
+        tell_place(replicas.place)
+        return 0
     _show(job, None if dry_run else output_dir, as_json=options.as_json)
     return 0
 

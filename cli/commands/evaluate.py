@@ -13,6 +13,7 @@ from pydantic import Field
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.settings import Names, Paths
 from ..command_line import command_line
+from ..machines import ReplicaOptions, run_on_hosts, tell_place
 from ..options import ReportOptions
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
@@ -64,7 +65,15 @@ class EvaluateOptions(ReportOptions):
     dataset_revision: str | None = Field(None, description="The same of a Hub dataset")
 
 
-def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options] = FILLED) -> int:
+grouped(ReplicaOptions)
+
+
+def evaluate_command(
+    model: str,
+    *,
+    options: Annotated[EvaluateOptions, Options] = FILLED,
+    machines: Annotated[ReplicaOptions, Options] = FILLED,
+) -> int:
     """Measure a model on a text, and how far it is from a baseline: perplexity, KL, agreement, size and speed.
 
     Example: shardwright evaluate quantized --baseline meta-llama/Llama-3.1-8B --text book.txt
@@ -78,8 +87,11 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
     from ...trainers.evaluation.evaluate import evaluate_model
     from ...trainers.evaluation.text_windows import TextRequest
 
-    output_dir, force = options.output_dir, options.force
-    faults = _conflicts(options)
+    if machines.on == "ssh":
+        return run_on_hosts(machines)
+    replicas = machines.replicas()
+    output_dir = options.output_dir if replicas.result_is_here else None
+    force, faults = options.force, _conflicts(options)
     # Before hours are spent on what the report says.
     faults += [] if output_dir is None else output_faults(output_dir, force=force, sources=_sources(options, model))
     if faults:
@@ -110,12 +122,15 @@ def evaluate_command(model: str, *, options: Annotated[EvaluateOptions, Options]
             revision=options.revision,
             baseline_revision=options.baseline_revision,
             measure_speeds=options.speed,
+            replicas=replicas,
             notify=note,
             on_progress=on_progress,
         )
         if output_dir is not None:
             _write(evaluation, output_dir)
-    if options.as_json:
+    if replicas.place is not None and not replicas.result_is_here:
+        tell_place(replicas.place)
+    elif options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
     else:

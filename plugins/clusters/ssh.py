@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from ...ds_configs.plan.cluster_jobs import ClusterJob, placeholder_hosts
+from ...ds_configs.plan.cluster_jobs import placeholder_hosts
 from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
@@ -31,6 +32,16 @@ _NOT_EXPORTED = frozenset({"SHARDWRIGHT_LAUNCH_TOKEN", "PYTHON_EXEC"})
 _LONGEST_RUN_SECONDS = 90 * 86400.0
 _SECONDS_BETWEEN_PROBES = 5.0
 _CONNECT_SECONDS = 10
+
+
+class NodeJob(Protocol):
+    """A command of every machine."""
+
+    def node_words(self, place: NodePlace, *options: str) -> list[str]:
+        """Return the command of one machine."""
+
+    def resumed(self) -> NodeJob:
+        """Return the job that goes on from its newest checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,37 +65,56 @@ def read_hostfile(file: Path, plan: Plan) -> tuple[str, ...]:
     Raises:
         UsageError: it cannot be read, holds other counts than the plan, or the names that `plan` wrote in their stead.
     """
-    where, hardware = str(file), plan.hardware
-    try:
-        lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        rule = f"cannot be read ({getattr(error, 'strerror', None) or 'no text'})"
-        raise UsageError(Fault(where="hostfile", value=where, rule=rule, fix="name it with --hostfile")) from None
-    faults, hosts = [], []
-    for line in filter(None, lines):
-        found = _LINE.fullmatch(line)
-        if found is None or found["host"].startswith("-"):
-            faults.append(Fault(where=where, value=line, rule="must read HOST slots=N"))
-            continue
-        hosts.append(found["host"])
-        slots = int(found["slots"] or hardware.gpus_per_node)
-        if slots != hardware.gpus_per_node:
-            rule = f"has {slots} slots where the plan has {hardware.gpus_per_node} ranks on each machine"
-            faults.append(Fault(where=where, value=line, rule=rule, fix="plan again for this machine"))
+    where, hardware, faults, hosts = str(file), plan.hardware, [], []
+    for host, slots in listed_hosts(file):
+        hosts.append(host)
+        if slots not in (None, hardware.gpus_per_node):
+            rule = f"{host} has {slots} slots where the plan has {hardware.gpus_per_node} ranks on each machine"
+            faults.append(Fault(where=where, rule=rule, fix="plan again for this machine"))
     if hosts == placeholder_hosts(plan):
         rule = "holds the names that stand for your machines"
         faults.append(Fault(where="hostfile", value=where, rule=rule, fix="write their own names there"))
     elif len(hosts) != hardware.nodes:
         rule = f"names {len(hosts)} machines where the plan has {hardware.nodes}"
         faults.append(Fault(where="hostfile", value=where, rule=rule, fix="name as many, or plan again"))
-    elif len(set(hosts)) < len(hosts):
-        faults.append(Fault(where="hostfile", value=where, rule="names a machine twice"))
     if faults:
         raise UsageError(faults)
     return tuple(hosts)
 
 
-def node_launches(job: ClusterJob, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
+def listed_hosts(file: Path) -> list[tuple[str, int | None]]:
+    """Return the machines of a file and their slots; `None` where a line states none.
+
+    Raises:
+        UsageError: it cannot be read, has other lines, or names a machine twice or none at all.
+    """
+    where = str(file)
+    try:
+        lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"cannot be read ({getattr(error, 'strerror', None) or 'no text'})"
+        raise UsageError(Fault(where="hostfile", value=where, rule=rule, fix="name it with --hostfile")) from None
+    faults, listed = [], []
+    for line in filter(None, lines):
+        found = _LINE.fullmatch(line)
+        if found is None or found["host"].startswith("-"):
+            faults.append(Fault(where=where, value=line, rule="must read HOST slots=N"))
+            continue
+        slots = found["slots"]
+        listed.append((found["host"], None if slots is None else int(slots)))
+        if slots is not None and not int(slots):
+            faults.append(Fault(where=where, value=line, rule="has no slots"))
+    names = [name for name, _ in listed]
+    if len(set(names)) < len(names):
+        faults.append(Fault(where="hostfile", value=where, rule="names a machine twice"))
+    if not names and not faults:
+        faults.append(Fault(where="hostfile", value=where, rule="names no machine"))
+    if faults:
+        raise UsageError(faults)
+    return listed
+
+
+def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
     """Return one launch for each host; its ranks meet at a port of the first."""
     exported = [
         f"{name}={value}"
@@ -102,7 +132,7 @@ def node_launches(job: ClusterJob, hosts: Hosts, *, port: int, directory: Path) 
 
 
 def run_over_ssh(
-    job: ClusterJob,
+    job: NodeJob,
     hosts: Hosts,
     *,
     port: int,

@@ -5,6 +5,7 @@ Seen with lm-eval 0.4.13:
 - `HFLM` takes a loaded model, but reads its tokenizer from the Hub by the model's name unless one is given;
 - `TaskManager` takes a task name for a file path where it knows no such task, and its own message lists no near names;
 - indexing the built-in tasks parses some 13,000 files, which takes 10 to 20 s;
+- `simple_evaluate` returns nothing where `LOCAL_RANK` is not 0, also for a model that is whole there;
 - task files may name Python functions (`!function`), which run from the directory of the file.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,8 +103,11 @@ def _indexed(names: tuple[str, ...], include_path: str | None) -> Any:
     return TaskManager(include_path=include_path)
 
 
-def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, batch_size: int) -> tuple[TaskScore, ...]:
-    """Return the scores of a loaded Transformers model, task by task.
+def run_task(model: Any, tokenizer: Any, request: TaskRequest, name: str, *, batch_size: int) -> tuple[TaskScore, ...]:
+    """Return the scores of a loaded Transformers model on one of the tasks.
+
+    Each is a run of its own: requests of tasks that run together share batches, so that the scores of one would depend
+    on which others are asked for, in the last bits.
 
     Raises:
         ShardwrightError: the harness fails, such as for a data set that cannot be fetched; names its reason.
@@ -111,10 +116,10 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, batch_size: i
     from lm_eval.models.huggingface import HFLM
 
     try:
-        with _quiet_logging():
+        with _quiet_logging(), _as_first_local_rank():
             found = simple_evaluate(
                 model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
-                tasks=list(request.names),
+                tasks=[name],
                 num_fewshot=request.few_shot,
                 limit=request.limit,
                 task_manager=_manager(request),
@@ -124,7 +129,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, batch_size: i
     except Exception as error:
         # Task files, metrics and data sets raise whatever they like.
         detail = " ".join(str(error).split())[:_LONGEST_DETAIL]
-        raise ShardwrightError(f"--tasks {','.join(request.names)}: {type(error).__name__}: {detail}") from None
+        raise ShardwrightError(f"--tasks {name}: {type(error).__name__}: {detail}") from None
     return tuple(_scores(found))
 
 
@@ -145,6 +150,18 @@ def _scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
                 documents=int(count.get("effective", 0)),
                 few_shot=found.get("n-shot", {}).get(task),
             )
+
+
+@contextmanager
+def _as_first_local_rank() -> Iterator[None]:
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK")
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
 
 
 @contextmanager

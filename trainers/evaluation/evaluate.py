@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from ...ds_configs.specs.units import gigabytes
 from ...plugins.launching.notes import Notify, OnProgress
-from ...plugins.lm_eval.tasks import TaskRequest, TaskScore, run_tasks
+from ...plugins.lm_eval.tasks import TaskRequest
+from ..replicas.launch import ONE_PROCESS, Replicas
 from .estimates import exponential, token_mean
+from .in_ranks import read_in_ranks
 from .in_vllm import Engine, engine_for, read_in_vllm
 from .inputs import checked_subjects, chosen_seq_len, default_device, shared_tokenizer
-from .loading import Subject, load_subject, local_directory
+from .loading import Subject, local_directory
+from .reading import Findings, Reading, read_models
 from .result import KL_SHARES, Comparison, Evaluation, ModelResult, TextFacts
-from .speed import Speed, measure_speed
-from .stored_sizes import StoredSizes, stored_sizes
+from .stored_sizes import stored_sizes
 from .text_windows import TextRequest, TextWindows, text_windows
-from .token_measures import AnswerSource, Batches, ModelReader, StoredAnswers, TokenMeasures, measure_tokens
+from .token_measures import Batches, TokenMeasures
 
 EvaluationEngine = Literal["transformers", "vllm"]
 DEFAULT_WINDOWS = 64
-_REMARKABLE_BYTES = 10**9
 _PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """Settings that both models share."""
-
-    batches: Batches
-    dtype: str
-    device: str
-    measure_speeds: bool
-    tasks: TaskRequest | None
-    on_progress: OnProgress
-
-
-@dataclass(kw_only=True)
-class _Findings:
-    """Findings about a model from the time it was in memory."""
-
-    subject: Subject
-    dtype: str
-    sizes: StoredSizes
-    speed: Speed | None = None
-    tasks: tuple[TaskScore, ...] = ()
 
 
 def evaluate_model(
@@ -66,6 +42,7 @@ def evaluate_model(
     revision: str | None = None,
     baseline_revision: str | None = None,
     measure_speeds: bool = True,
+    replicas: Replicas = ONE_PROCESS,
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _stage, _done, _total: None,
 ) -> Evaluation:
@@ -87,6 +64,8 @@ def evaluate_model(
         revision: Branch, tag or commit of a Hub model.
         baseline_revision: The same of a Hub baseline.
         measure_speeds: Whether tokens/s and memory are measured.
+        replicas: Processes that divide the batches; what they find is the same as one process's, to the last bit where
+            they compute on the same hardware with as many threads.
         notify: Receives remarks.
         on_progress: Receives what is read, batches done and batches in all.
 
@@ -98,8 +77,8 @@ def evaluate_model(
     start = time.perf_counter()
     chosen = text or TextRequest(num_samples=DEFAULT_WINDOWS)
     length = chosen.seq_len_tokens if isinstance(chosen, TextWindows) else seq_len
-    asked = {"seq_len": length, "batch_size": batch_size, "device": device, "tasks": tasks}
-    asked |= {"engine": engine, "baseline": baseline}
+    asked: dict[str, Any] = {"seq_len": length, "batch_size": batch_size, "device": device, "tasks": tasks}
+    asked |= {"engine": engine, "baseline": baseline, "replicas": replicas}
     subjects = checked_subjects([(source, revision), (baseline, baseline_revision)], chosen, asked)
     serving = engine_for(subjects[0]) if engine == "vllm" else None
     tokenizer = shared_tokenizer(subjects, notify)
@@ -107,7 +86,7 @@ def evaluate_model(
         windows = chosen
     else:
         windows = text_windows(chosen, tokenizer, seq_len=chosen_seq_len(seq_len, subjects))
-    run = _Run(
+    run = Reading(
         batches=Batches(windows=windows.windows, size=batch_size),
         dtype=dtype,
         device=device or ("cpu" if serving else default_device()),
@@ -118,90 +97,32 @@ def evaluate_model(
     if serving is not None:
         measures, found, run = _read_served(subjects[0], serving, run, windows)
         return _evaluation(measures, found, None, windows, run, seconds=time.perf_counter() - start, engine=serving)
-    answers, compared = None, None
-    if len(subjects) > 1:
-        answers, compared = _read_baseline(subjects[1], run, tokenizer, notify)
-    measures, found = _read_model(subjects[0], answers, run, tokenizer)
-    return _evaluation(measures, found, compared, windows, run, seconds=time.perf_counter() - start)
+    if replicas.are_launched:
+        everything = read_in_ranks(replicas, subjects, run, notify)
+    else:
+        everything = read_models(subjects, run, lambda: tokenizer, notify)
+    return _evaluation(*everything, windows, run, seconds=time.perf_counter() - start)
 
 
 def _read_served(
-    subject: Subject, engine: Engine, run: _Run, windows: TextWindows
-) -> tuple[TokenMeasures, _Findings, _Run]:
+    subject: Subject, engine: Engine, run: Reading, windows: TextWindows
+) -> tuple[TokenMeasures, Findings, Reading]:
     """Let vLLM read everything; its process says which device and type it took."""
     directory = local_directory(subject)
     run.on_progress("reading by vLLM", 0, 1)
     settings = {"batch_size": run.batches.size, "dtype": run.dtype, "measure_speeds": run.measure_speeds}
     found = read_in_vllm(engine, subject, directory, windows, settings=settings)
     run.on_progress("reading by vLLM", 1, 1)
-    findings = _Findings(subject=subject, dtype=found.dtype, sizes=stored_sizes(directory), speed=found.speed)
+    findings = Findings(subject=subject, dtype=found.dtype, sizes=stored_sizes(directory), speed=found.speed)
     return found.measures, findings, replace(run, device=found.device)
-
-
-def _read_baseline(subject: Subject, run: _Run, tokenizer: Any, notify: Notify) -> tuple[AnswerSource, _Findings]:
-    """Let the baseline read everything; where its head cannot be taken out of it, it stays in memory instead."""
-    model, found = _loaded(subject, run)
-    reader, rows = ModelReader(model, run.batches, name=subject.name), []
-    for index in range(len(run.batches)):
-        answers = reader.answers(index)
-        if reader.head is None:
-            break
-        rows.append(answers.rows_ND.cpu())
-        run.on_progress("reading by the baseline", index + 1, len(run.batches))
-    _measure_alone(model, found, run, tokenizer)
-    if reader.head is None:
-        notify(f"{subject.name}: its output head cannot run on its own, so both models stay in memory")
-        return reader, found
-    kept = sum(states.numel() * states.element_size() for states in rows)
-    if kept >= _REMARKABLE_BYTES:
-        notify(f"{subject.name}: {gigabytes(kept)} GB of hidden states wait on the host; --num-samples lowers that")
-    return StoredAnswers(name=subject.name, rows=rows, head=reader.head, device=model.device), found
-
-
-def _read_model(
-    subject: Subject, baseline: AnswerSource | None, run: _Run, tokenizer: Any
-) -> tuple[TokenMeasures, _Findings]:
-    # What the baseline's frames held is garbage by now.
-    gc.collect()
-    model, found = _loaded(subject, run)
-    reader = ModelReader(model, run.batches, name=subject.name)
-
-    def on_batch(done: int, total: int) -> None:
-        run.on_progress("reading by the model", done, total)
-
-    measures = measure_tokens(reader, baseline, run.batches, on_batch=on_batch)
-    _measure_alone(model, found, run, tokenizer)
-    return measures, found
-
-
-def _loaded(subject: Subject, run: _Run) -> tuple[Any, _Findings]:
-    directory = local_directory(subject)
-    run.on_progress(f"loading of the {subject.role}", 0, 1)
-    model = load_subject(subject, directory, dtype=run.dtype, device=run.device)
-    run.on_progress(f"loading of the {subject.role}", 1, 1)
-    dtype = str(model.dtype).removeprefix("torch.")
-    sizes = stored_sizes(directory)
-    return model, _Findings(subject=subject, dtype=dtype, sizes=sizes)
-
-
-def _measure_alone(model: Any, found: _Findings, run: _Run, tokenizer: Any) -> None:
-    role = found.subject.role
-    if run.measure_speeds:
-        run.on_progress(f"timing of the {role}", 0, 1)
-        found.speed = measure_speed(model, run.batches.windows[0])
-        run.on_progress(f"timing of the {role}", 1, 1)
-    if run.tasks is not None:
-        run.on_progress(f"tasks of the {role}", 0, 1)
-        found.tasks = run_tasks(model, tokenizer, run.tasks, batch_size=run.batches.size)
-        run.on_progress(f"tasks of the {role}", 1, 1)
 
 
 def _evaluation(
     measures: TokenMeasures,
-    found: _Findings,
-    compared: _Findings | None,
+    found: Findings,
+    compared: Findings | None,
     windows: TextWindows,
-    run: _Run,
+    run: Reading,
     *,
     seconds: float,
     engine: Engine | None = None,
@@ -240,7 +161,7 @@ def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
     return tuple(total / count for total, count in zip(sums, counts, strict=True))
 
 
-def _model_result(found: _Findings, sums: Sequence[float], counts: Sequence[int]) -> ModelResult:
+def _model_result(found: Findings, sums: Sequence[float], counts: Sequence[int]) -> ModelResult:
     subject, loss = found.subject, token_mean(sums, counts)
     return ModelResult(
         name=subject.source.name,

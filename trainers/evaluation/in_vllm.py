@@ -73,6 +73,11 @@ def engine_conflicts(settings: Mapping[str, Any]) -> list[Fault]:
         if settings[name] is not None:
             value = None if name == "tasks" else settings[name]
             found.append(Fault(where=f"--{name}", value=value, rule=rule, fix=fix))
+    if settings["replicas"].are_launched:
+        rule = "are of Transformers alone"
+        found.append(
+            Fault(where="--num-processes", value=settings["replicas"].processes, rule=rule, fix="leave it out")
+        )
     if installed_engine("vllm") is None:
         found.append(Fault(where="--engine", value="vllm", rule="is not on PATH", fix=INSTALL["vllm"]))
     return found

@@ -8,6 +8,7 @@ from typing import Any
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...plugins.launching.notes import Notify
 from ...plugins.lm_eval.tasks import task_faults
+from ..replicas.launch import Replicas
 from .in_vllm import engine_conflicts
 from .loading import Subject, has_tokenizer, read_subject, subject_tokenizer, tokenizer_difference
 from .text_windows import TextRequest, TextWindows, number_faults
@@ -33,6 +34,8 @@ def checked_subjects(
         faults.append(Fault(where="--batch-size", value=batch_size, rule="must be at least 1"))
     if device is not None and (fault := _device_fault(device)) is not None:
         faults.append(fault)
+    replicas: Replicas = settings["replicas"]
+    faults += replicas.faults(device=device)
     if settings["engine"] == "vllm":
         faults += engine_conflicts(settings)
     subjects = []

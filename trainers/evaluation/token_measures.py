@@ -5,7 +5,7 @@ Shapes: B windows, S tokens of each, N judged tokens, H hidden width, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ from ..data.chat import IGNORED_LABEL
 from ..data.samples import collate
 from ..losses.head_forward import captured_head_input
 from ..losses.row_telemetry import dense_rows
+from ..replicas.share import ALONE, Share
 from .text_windows import Window
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class ModelReader:
         self._batches = batches
         self.head: Head | None = _separate_head(model)
         """The head as a function; `None` where it cannot be taken out of the model."""
+        self.ways: set[str] = set()
+        """How batches were read: by the `head`, by the model's own `logits`, or some each way."""
 
     def answers(self, index: int) -> Answers:
         """Run the model on one batch."""
@@ -107,9 +110,11 @@ class ModelReader:
             if self.head is not None:
                 kept = self._hidden_states(batch)
                 if kept is not None:
+                    self.ways.add("head")
                     return Answers(rows_ND=judged_rows(batch, kept), head=self.head)
                 self.head = None
             logits = self._run(batch).logits
+            self.ways.add("logits")
             return Answers(rows_ND=judged_rows(batch, logits), head=_unchanged)
 
     def _run(self, batch: dict[str, torch.Tensor]) -> Any:
@@ -155,8 +160,8 @@ class StoredAnswers:
 
     name: str
     """Name in messages."""
-    rows: Sequence[torch.Tensor]
-    """Inputs of the head, one tensor for each batch."""
+    rows: Mapping[int, torch.Tensor]
+    """Inputs of the head by the number of the batch."""
     head: Head
     """Its head."""
     device: Any
@@ -190,21 +195,47 @@ class TokenMeasures:
 
 
 def measure_tokens(
-    model: AnswerSource, baseline: AnswerSource | None, batches: Batches, *, on_batch: OnBatch
+    model: ModelReader, baseline: AnswerSource | None, batches: Batches, *, on_batch: OnBatch, share: Share = ALONE
 ) -> TokenMeasures:
     """Return loss, KL and agreement of every judged token; log-probabilities are fp32.
+
+    Ranks of a share each read their batches, and all of them get what all found, in the order of the text.
 
     Raises:
         RefusedInputError: a model's answers are not numbers; names the window and the token.
     """
     import torch
 
-    collected: dict[str, list[torch.Tensor]] = {}
-    counts: list[int] = []
-    vocabulary = None
-    for index in range(len(batches)):
-        batch = batches[index]
-        counts += judged_counts(batch)
+    found = _measured_batches(model, baseline, batches, on_batch, share)
+    readers = [reader for reader in (model, baseline) if isinstance(reader, ModelReader)]
+    ways = share.told([reader.ways for reader in readers])
+    if any(len(set().union(*of_ranks)) > 1 for of_ranks in zip(*ways, strict=True)):
+        # A head that fits some batches alone gives other last bits than the whole model, which reads all of them then.
+        for reader in readers:
+            reader.head = None
+        found = _measured_batches(model, baseline, batches, on_batch, share)
+    every = share.all_gathered(found)
+    joined = {name: torch.cat([values[name] for values, _ in every]) for name in every[0][0]}
+    counts = [count for index in range(len(batches)) for count in judged_counts(batches[index]) if count]
+    return TokenMeasures(
+        loss_N=joined["loss"],
+        counts=tuple(counts),
+        baseline_loss_N=joined.get("baseline_loss"),
+        kl_N=joined.get("kl"),
+        agreement_N=joined.get("agreement"),
+        compared_vocabulary=every[0][1],
+    )
+
+
+def _measured_batches(
+    model: AnswerSource, baseline: AnswerSource | None, batches: Batches, on_batch: OnBatch, share: Share
+) -> list[tuple[dict[str, torch.Tensor], int | None]]:
+    """Return the measures of each batch of a share, with the tokens that KL ranges over."""
+    import torch
+
+    found: list[tuple[dict[str, torch.Tensor], int | None]] = []
+    for index in share.indices(len(batches)):
+        batch, vocabulary = batches[index], None
         own = model.answers(index)
         other = None if baseline is None else baseline.answers(index)
         parts: dict[str, list[torch.Tensor]] = {}
@@ -213,21 +244,13 @@ def measure_tokens(
                 values, vocabulary = _measure(labels_n, own_nV, other_nV)
                 for name, values_n in values.items():
                     parts.setdefault(name, []).append(values_n.float().cpu())
-        for name, chunks in parts.items():
-            collected.setdefault(name, []).append(torch.cat(chunks))
+        joined = {name: torch.cat(chunks) for name, chunks in parts.items()}
         for key, source in (("loss", model), ("baseline_loss", baseline)):
-            if source is not None and key in parts:
-                check_finite(source.name, collected[key][-1], batch, first_window=index * batches.size)
-        on_batch(index + 1, len(batches))
-    joined = {name: torch.cat(parts_N) for name, parts_N in collected.items()}
-    return TokenMeasures(
-        loss_N=joined["loss"],
-        counts=tuple(count for count in counts if count),
-        baseline_loss_N=joined.get("baseline_loss"),
-        kl_N=joined.get("kl"),
-        agreement_N=joined.get("agreement"),
-        compared_vocabulary=vocabulary,
-    )
+            if source is not None and key in joined:
+                check_finite(source.name, joined[key], batch, first_window=index * batches.size)
+        found.append((joined, vocabulary))
+        on_batch(min(len(batches), index + share.ranks), len(batches))
+    return found
 
 
 def _chunks(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.lm_eval import tasks as harness
-from shardwright.plugins.lm_eval.tasks import TaskRequest, run_tasks, task_faults
+from shardwright.plugins.lm_eval.tasks import TaskRequest, run_task, task_faults
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import LlamaForCausalLM
 
@@ -51,7 +51,7 @@ def test_tasks_that_cannot_be_run(tmp_path, tiny_llama, monkeypatch):
     lost = TaskRequest(names=("tiny_lost",), include_path=tmp_path)
     assert task_faults(lost) == []
     with pytest.raises(ShardwrightError, match=r"--tasks tiny_lost: .*none\.jsonl"):
-        run_tasks(model, byte_tokenizer(512), lost, batch_size=2)
+        run_task(model, byte_tokenizer(512), lost, "tiny_lost", batch_size=2)
     find = importlib.util.find_spec
     monkeypatch.setattr(harness, "find_spec", lambda name: None if name == "lm_eval" else find(name))
     (absent,) = task_faults(TaskRequest(names=("hellaswag",)))

@@ -423,3 +423,23 @@ def test_a_model_that_its_library_cannot_load(tiny_llama, book, tmp_path):
     unlike = changed(tiny_llama, tmp_path / "unlike", quantization_config=stated)
     with pytest.raises(ShardwrightError):
         small_run(unlike, book)
+
+
+def test_a_head_that_fits_some_batches_alone_reads_none(
+    tiny_llama: Path, noisy_llama: Path, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which batch tells may depend on who reads it; the figures must not."""
+    options: dict[str, Any] = {"text": TextRequest(files=(book,), num_samples=9), "seq_len": 32}
+    options |= {"baseline": str(tiny_llama), "measure_speeds": False}
+    states, asked = token_measures.ModelReader._hidden_states, []
+
+    def fits_at_first(reader: Any, batch: Any) -> Any:
+        asked.append(reader.name)
+        return None if asked.count(reader.name) > 1 else states(reader, batch)
+
+    found = []
+    for instead in (fits_at_first, lambda reader, batch: None):
+        monkeypatch.setattr(token_measures.ModelReader, "_hidden_states", instead)
+        found.append(evaluate_model(str(noisy_llama), **options).to_dict())
+    assert found[0] | {"seconds": 0} == found[1] | {"seconds": 0}
+    assert len(asked) == 4, "each of the two heads was tried on two batches of three"

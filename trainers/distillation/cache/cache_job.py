@@ -11,14 +11,16 @@ from pydantic import Field
 from ....ds_configs.plan.output import disk_faults, output_faults, reserved
 from ....ds_configs.specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import Decimals
-from ....plugins.launching.notes import OnProgress
+from ....plugins.launching.notes import Notify, OnProgress
 from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
 from ...data.samples import stated_samples
 from ...data.settings import DataSettings
 from ...data.sources import local_place
+from ...replicas.launch import ONE_PROCESS, Replicas
+from .answering import AnswerRequest, answer_in_ranks, store_answers
 from .cache_format import RecordFormat
-from .cache_writer import cache_key, finished_shards, weights_identity, write_cache
-from .teacher_cache import OWN_FILES, CacheKey, TeacherCache
+from .cache_writer import cache_key, finished_shards, weights_identity
+from .teacher_cache import OWN_FILES, CacheKey
 
 
 class CacheSettings(DataSettings):
@@ -48,23 +50,41 @@ class CacheJob:
     samples: list[list[int]]
     """Token ids of training and held-out samples."""
 
+    @property
+    def request(self) -> AnswerRequest:
+        """What the teacher is asked."""
+        settings = self.settings
+        return AnswerRequest(
+            teacher=self.teacher,
+            revision=settings.revision,
+            dtype=settings.dtype,
+            batch_size=settings.batch_size,
+            key=self.key,
+            samples=self.samples,
+        )
 
-def prepare_cache(teacher: str, settings: CacheSettings, output_dir: Path | None = None) -> CacheJob:
+
+def prepare_cache(
+    teacher: str, settings: CacheSettings, output_dir: Path | None = None, *, replicas: Replicas = ONE_PROCESS
+) -> CacheJob:
     """Read configuration, tokenizer and data; nothing is run or written.
 
     Args:
         teacher: Hub id or directory.
         settings: What to store.
         output_dir: Where answers will go; `None` where none are written.
+        replicas: Processes that will divide the batches.
 
     Raises:
         UsageError: a setting that cannot be, a dataset without text, a sequence beyond the model's positions.
         RefusedInputError: the teacher's weights are in another format than safetensors.
     """
     sources = {"the teacher": teacher, "the dataset": local_place(settings.dataset)}
-    if output_dir is not None and (
-        faults := output_faults(output_dir, force=False, sources=sources, own=OWN_FILES, fix="name another directory")
-    ):
+    faults = replicas.faults()
+    if output_dir is not None and replicas.result_is_here:
+        fix = "name another directory"
+        faults += output_faults(output_dir, force=False, sources=sources, own=OWN_FILES, fix=fix)
+    if faults:
         raise UsageError(faults)
     path = Path(teacher)
     if path.is_dir() and not any(path.glob("*.safetensors")):
@@ -95,43 +115,42 @@ def prepare_cache(teacher: str, settings: CacheSettings, output_dir: Path | None
     return CacheJob(teacher=teacher, settings=settings, key=key, samples=ids)
 
 
-def run_cache_job(job: CacheJob, directory: Path, *, on_progress: OnProgress) -> TeacherCache:
+def run_cache_job(
+    job: CacheJob,
+    directory: Path,
+    *,
+    replicas: Replicas = ONE_PROCESS,
+    notify: Notify = lambda _: None,
+    on_progress: OnProgress,
+) -> None:
     """Load the teacher and store its answers.
+
+    Args:
+        job: What is stored.
+        directory: Where.
+        replicas: Processes that divide the batches; the files have the bytes of one process.
+        notify: Receives remarks.
+        on_progress: Hears how far it is.
 
     Raises:
         UsageError: the directory holds other files, or another run writes to it.
         DoesNotFitError: the answers do not fit on its disk.
         RefusedInputError: the directory holds another cache.
-        ShardwrightError: the teacher's logits are no numbers.
+        ShardwrightError: the teacher's logits are no numbers, or a rank failed.
     """
+    if not replicas.result_is_here:
+        answer_in_ranks(job.request, directory, replicas, notify=notify, on_progress=on_progress)
+        return
     if faults := disk_faults(directory, needed_bytes=_missing_bytes(job, directory)):
         raise DoesNotFitError("\n".join(map(str, faults)))
     with reserved(directory, force=False, own=OWN_FILES):
-        return _store_answers(job, directory, on_progress)
+        if replicas.are_launched:
+            answer_in_ranks(job.request, directory, replicas, notify=notify, on_progress=on_progress)
+        else:
+            store_answers(job.request, directory, on_progress=on_progress)
 
 
 def _missing_bytes(job: CacheJob, directory: Path) -> int:
     """Return what answers take beside those that are there already."""
     rows = sum(len(ids) for ids in {tuple(ids) for ids in job.samples})
     return max(0, rows - sum(shard.rows for shard in finished_shards(directory, job.key))) * job.key.layout.record_bytes
-
-
-def _store_answers(job: CacheJob, directory: Path, on_progress: OnProgress) -> TeacherCache:
-    import torch
-
-    from ....plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
-
-    accelerated = torch.accelerator.is_available()
-    device = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
-    dtype = getattr(torch, job.settings.dtype or ("bfloat16" if accelerated else "float32"))
-    model = load_teacher(job.teacher, revision=job.settings.revision, dtype=dtype).to(device)
-    teacher = PlacedTeacher(model, model, "replica")
-    return write_cache(
-        directory,
-        job.key,
-        teacher,
-        job.samples,
-        batch_size=job.settings.batch_size,
-        device=device,
-        on_progress=on_progress,
-    )

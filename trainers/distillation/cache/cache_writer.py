@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ....ds_configs.plan.write import write_files
 from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError
 from ....plugins.launching.notes import OnProgress
 from ...losses.head_forward import UnknownLogitsError, accepted_inputs, captured_head_input
+from ...replicas.share import ALONE, Share
 from .cache_format import CachedAnswers, RecordFormat, encode
 from .teacher_cache import (
     MANIFEST,
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 SHARD_ROWS = 2**18
 # fp32 logits of so many rows over a vocabulary of 128 k take 263 MB.
 CHUNK_ROWS = 512
+# Ranks wait for the slowest before a file is written: with so many batches of similar length for each, not for long.
+_BATCHES_OF_A_RANK = 8
 
 
 def cache_key(
@@ -87,27 +93,54 @@ def write_cache(
     batch_size: int,
     device: Any,
     on_progress: OnProgress = lambda _what, _done, _total: None,
-) -> TeacherCache:
-    """Store the answers to samples that the directory does not hold yet, each sample once, and return the cache.
+    share: Share = ALONE,
+) -> None:
+    """Store the answers to samples that the directory does not hold yet, each sample once.
+
+    Ranks of a share each answer whole batches, and the first writes what all answered: the bytes are those of one
+    process. Files that are written whole stay when a rank fails; what was answered since is answered again.
 
     Raises:
         RefusedInputError: the directory holds another cache, or damaged files; every mismatch and file is named.
         ShardwrightError: the teacher's logits are no numbers, or the system refuses to write.
         UsageError: the teacher has no output embeddings.
     """
-    shards, missing = _missing(directory, key, samples)
+    # The directory may be of the first rank's machine alone.
+    shards, places = share.from_first(lambda: _missing(directory, key, samples))
+    missing = [samples[place] for place in places]
     done = len(samples) - len(missing)
-    for group in _groups(missing):
-        records = []
-        for batch in _batches(group, batch_size):
-            records += [encode(answers, key.layout) for answers in teacher_answers(teacher, batch, key.layout, device)]
-            done += len(batch)
-            on_progress("sample", done, len(samples))
-        shards.append(_write_shard(directory, len(shards), group, records))
+    for groups in _rounds(list(_groups(missing)), batch_size, share.ranks):
+        batches = [batch for group in groups for batch in _batches(group, batch_size)]
+        mine = []
+        for index in share.indices(len(batches)):
+            answers = teacher_answers(teacher, batches[index], key.layout, device)
+            mine.append(np.concatenate([encode(answer, key.layout) for answer in answers]))
+            answered = sum(map(len, batches[: index + share.ranks]))
+            on_progress("sample", done + answered, len(samples))
+        done += sum(map(len, groups))
+        found = share.gathered(mine)
+        if found is None:
+            continue
+        records = iter(found)
+        for group in groups:
+            own = list(islice(records, -(-len(group) // batch_size)))
+            shards.append(_write_shard(directory, len(shards), group, own))
+            write_manifest(directory, key, shards)
+    if not shards and share.is_first:
         write_manifest(directory, key, shards)
-    if not shards:
-        write_manifest(directory, key, shards)
-    return TeacherCache.open(directory, key)
+
+
+def _rounds(groups: list[list[Sequence[int]]], batch_size: int, ranks: int) -> Iterator[list[list[Sequence[int]]]]:
+    """Yield groups that are answered before any is written: one for one rank, else enough to keep all ranks busy."""
+    least = 1 if ranks == 1 else _BATCHES_OF_A_RANK * ranks
+    several: list[list[Sequence[int]]] = []
+    for group in groups:
+        several.append(group)
+        if sum(-(-len(each) // batch_size) for each in several) >= least:
+            yield several
+            several = []
+    if several:
+        yield several
 
 
 def finished_shards(directory: Path, key: CacheKey) -> list[CacheShard]:
@@ -128,10 +161,8 @@ def finished_shards(directory: Path, key: CacheKey) -> list[CacheShard]:
     return shards
 
 
-def _missing(
-    directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]
-) -> tuple[list[CacheShard], list[Sequence[int]]]:
-    """Return the finished shards, whose content is checked, and the samples that none of them holds."""
+def _missing(directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]) -> tuple[list[CacheShard], list[int]]:
+    """Return the finished shards, whose content is checked, and the places of the samples that none of them holds."""
     shards = finished_shards(directory, key)
     seen: set[bytes] = set()
     if shards:
@@ -142,11 +173,11 @@ def _missing(
             raise RefusedInputError(faults)
         seen = {sample_hash(ids) for ids in samples if ids in cache}
     missing = []
-    for ids in samples:
+    for place, ids in enumerate(samples):
         digest = sample_hash(ids)
         if digest not in seen and len(ids):
             seen.add(digest)
-            missing.append(ids)
+            missing.append(place)
     return shards, missing
 
 
@@ -170,7 +201,6 @@ def _batches(samples: list[Sequence[int]], batch_size: int) -> Iterator[list[Seq
 
 
 def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], records: list[Any]) -> CacheShard:
-    import numpy as np
     from safetensors.numpy import save
 
     lengths = np.array([len(ids) for ids in samples], dtype=np.int64)

@@ -143,7 +143,8 @@ def written(directory: Path, pair: Any, *, temperatures: tuple[float, ...] = (1.
     layout = RecordFormat(top_k=K, vocab_size=VOCAB_SIZE, temperatures=temperatures)
     key = cache_key("teacher", weights, Words(VOCAB_SIZE), layout, rendered_by_template=False)
     placed = PlacedTeacher(teacher, teacher, "replica")
-    return write_cache(directory, key, placed, [row["input_ids"] for row in rows], batch_size=8, device="cpu")
+    write_cache(directory, key, placed, [row["input_ids"] for row in rows], batch_size=8, device="cpu")
+    return TeacherCache.open(directory, key)
 
 
 def both_losses(

@@ -1,0 +1,180 @@
+"""Options of commands that several machines run together, and the way from one of them to all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ..ds_configs.plan.launch import MAIN_PORT, NodePlace
+from ..ds_configs.specs.errors import Fault, UsageError
+from ..ds_configs.specs.settings import Settings
+from ..plugins.launching.notes import NOTE
+from .command_line import arguments
+from .progress import note
+
+if TYPE_CHECKING:
+    from ..trainers.replicas.launch import Replicas
+
+_OF_SSH = ("on", "hostfile", "ssh_config")
+_OF_PLACES = ("node_rank", "main_address", "main_port", "num_nodes", "num_processes")
+
+
+class MachineOptions(Settings):
+    """Machines that run a command together."""
+
+    group = "Machines"
+
+    on: Literal["local", "ssh"] = Field(
+        "local", description="ssh: run this command on each machine of --hostfile, from this directory"
+    )
+    hostfile: Path | None = Field(None, description="Machines for ssh, a line HOST slots=N for each")
+    ssh_config: Path | None = Field(None, description="Settings of ssh in place of your own")
+    node_rank: int | None = Field(None, ge=0, description="Place of this machine, where you start each yourself")
+    main_address: str | None = Field(None, description="Name or address of machine 0, where ranks meet")
+    main_port: int = Field(MAIN_PORT, ge=1, le=65534, description="TCP port there")
+    until_stdin_closes: bool = Field(False, description="Stop once standard input ends, as --on ssh does")
+
+    def place(self) -> NodePlace | None:
+        """Return this machine's place; `None` for the only one.
+
+        Raises:
+            UsageError: options that go with another way to start machines, or that lack their other half.
+        """
+        if faults := self._faults():
+            raise UsageError(faults)
+        if self.until_stdin_closes:
+            from ..plugins.launching.remote import stop_with_stdin
+
+            stop_with_stdin()
+        if self.node_rank is None or self.main_address is None:
+            return None
+        return NodePlace(rank=self.node_rank, main_address=self.main_address, main_port=self.main_port)
+
+    def _faults(self) -> list[Fault]:
+        stated = {"node_rank": self.node_rank, "main_address": self.main_address}
+        missing = [name for name, value in stated.items() if value is None]
+        faults = []
+        if self.on == "ssh":
+            for name in [name for name in stated if name not in missing]:
+                rule = "is what --on ssh gives each machine"
+                faults.append(Fault(where=name, value=stated[name], rule=rule, fix="leave it out"))
+            if self.hostfile is None:
+                rule, fix = "is missing", "name the machines in a file, a line HOST slots=N for each"
+                faults.append(Fault(where="hostfile", rule=rule, fix=fix))
+        elif len(missing) == 1:
+            given = next(name for name in stated if name not in missing)
+            rule = f"needs --{missing[0].replace('_', '-')} beside it"
+            faults.append(Fault(where=given, value=stated[given], rule=rule))
+        elif missing and self.hostfile is not None:
+            fix = "state --on ssh, or leave it out"
+            faults.append(Fault(where="hostfile", value=str(self.hostfile), rule="is for --on ssh", fix=fix))
+        return faults
+
+
+class ReplicaOptions(MachineOptions):
+    """Processes of a command whose result does not depend on their number."""
+
+    num_processes: int = Field(
+        1, ge=1, description="Processes in all, each with the model and a share of the batches; same result as of one"
+    )
+    num_nodes: int = Field(1, ge=1, description="Machines that they are on; --on ssh counts them itself")
+
+    def replicas(self) -> Replicas:
+        """Return the processes, with this machine's place.
+
+        Raises:
+            UsageError: options that do not go together.
+        """
+        from ..trainers.replicas.launch import Replicas
+
+        return Replicas(processes=self.num_processes, nodes=self.num_nodes, place=self.place())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SameCommand:
+    """This command on every machine, with its place."""
+
+    words: tuple[str, ...]
+
+    def node_words(self, place: NodePlace, *options: str) -> list[str]:
+        from ..plugins.clusters.ssh import own_program
+
+        meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
+        return [*own_program(), *self.words, "--on", "local", "--node-rank", str(place.rank), *meeting, *options]
+
+    def resumed(self) -> _SameCommand:
+        return self
+
+
+def run_on_hosts(machines: MachineOptions, *, nodes: int | None = None) -> int:
+    """Run this command on the machines of a hostfile, and return the exit code.
+
+    Args:
+        machines: What was stated.
+        nodes: How many there must be; `None` where their file decides that, and how many processes each has.
+
+    Raises:
+        UsageError: the file cannot be read or holds other machines than are needed.
+        ShardwrightError: a machine does not answer, or the command failed there.
+    """
+    from ..plugins.clusters.ssh import Hosts, listed_hosts, run_over_ssh
+
+    machines.place()
+    assert machines.hostfile is not None, "it was checked a moment ago"
+    listed = listed_hosts(machines.hostfile)
+    slots = {count or 1 for _, count in listed}
+    faults, where = [], "hostfile"
+    if nodes is not None and len(listed) != nodes:
+        rule = f"names {len(listed)} machines where {nodes} are needed"
+        faults.append(
+            Fault(where=where, value=str(machines.hostfile), rule=rule, fix="name as many, or plan for these")
+        )
+    if nodes is None and len(slots) > 1:
+        rule, fix = "has machines with different slots", "give all of them equally many processes"
+        faults.append(Fault(where=where, value=str(machines.hostfile), rule=rule, fix=fix))
+    if faults:
+        raise UsageError(faults)
+    counts = [] if nodes is not None else ["--num-nodes", str(len(listed))]
+    counts += [] if nodes is not None else ["--num-processes", str(len(listed) * slots.pop())]
+    run_over_ssh(
+        _SameCommand(words=(*without_options(arguments(), (*_OF_SSH, *_OF_PLACES)), *counts)),
+        Hosts(names=tuple(name for name, _ in listed), ssh_config=machines.ssh_config),
+        port=machines.main_port,
+        restarts=0,
+        wait_seconds=0.0,
+        on_line=_print_line,
+        notify=note,
+    )
+    return 0
+
+
+def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return a command's words without some options that each have a value.
+
+    >>> without_options(["evaluate", "model", "--on", "ssh", "--ssh_config=own", "--force"], ["on", "ssh_config"])
+    ['evaluate', 'model', '--force']
+    """
+    kept, skip = [], False
+    for word in words:
+        option, sign, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif option.startswith("--") and option[2:].replace("-", "_") in names:
+            skip = not sign
+        else:
+            kept.append(word)
+    return kept
+
+
+def tell_place(place: NodePlace) -> None:
+    """Say where the results are, on a machine that has none."""
+    note(f"machine {place.rank} has done its share; the results are on {place.main_address}")
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True)
