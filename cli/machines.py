@@ -171,9 +171,10 @@ def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def tell_place(place: NodePlace) -> None:
+def tell_place(replicas: Replicas) -> None:
     """Say where the results are, on a machine that has none."""
-    note(f"machine {place.rank} has done its share; the results are on {place.main_address}")
+    assert replicas.place is not None, "a machine without results is one of several"
+    note(f"machine {replicas.place.rank} has done its share; the results are on {replicas.place.main_address}")
 
 
 def _print_line(line: str) -> None:

@@ -60,10 +60,10 @@ def cache_teacher_command(
             assert output_dir is not None
             with progress_on_stderr("loading the teacher", LinesAtTimes()) as on_progress:
                 run_cache_job(job, output_dir, replicas=replicas, notify=note, on_progress=on_progress)
-    if replicas.place is not None and not replicas.result_is_here:
-        tell_place(replicas.place)
-        return 0
-    _show(job, None if dry_run else output_dir, as_json=options.as_json)
+    if replicas.result_is_here:
+        _show(job, None if dry_run else output_dir, as_json=options.as_json)
+    else:
+        tell_place(replicas)
     return 0
 
 

@@ -128,14 +128,19 @@ def evaluate_command(
         )
         if output_dir is not None:
             _write(evaluation, output_dir)
-    if replicas.place is not None and not replicas.result_is_here:
-        tell_place(replicas.place)
-    elif options.as_json:
+    if replicas.result_is_here:
+        _tell(evaluation, output_dir, as_json=options.as_json)
+    else:
+        tell_place(replicas)
+    return 0
+
+
+def _tell(evaluation: Evaluation, output_dir: Path | None, *, as_json: bool) -> None:
+    if as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
     else:
         show_evaluation(evaluation, output_dir)
-    return 0
 
 
 def _write(evaluation: Evaluation, output_dir: Path) -> None:
