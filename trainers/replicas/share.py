@@ -63,11 +63,11 @@ class Share:
 
         parts: list[Any] | None = [None] * self.ranks if self.is_first else None
         distributed.gather_object(list(mine), parts)
-        return None if parts is None else in_order(parts)
+        return None if parts is None else in_order_of_batches(parts)
 
     def all_gathered(self, mine: Sequence[Value]) -> list[Value]:
         """Return what all ranks found of their batches, in the batches' order, on every rank."""
-        return in_order(self.told(list(mine)))
+        return in_order_of_batches(self.told(list(mine)))
 
     def told(self, mine: Value) -> list[Value]:
         """Return what each rank says, by rank."""
@@ -117,10 +117,10 @@ ALONE = Share()
 """The share of a process that does everything."""
 
 
-def in_order(parts: Sequence[Sequence[Value]]) -> list[Value]:
+def in_order_of_batches(parts: Sequence[Sequence[Value]]) -> list[Value]:
     """Return what ranks found of the batches that `Share.indices` gave them, in the batches' order.
 
-    >>> in_order([["a", "d"], ["b", "e"], ["c"]])
+    >>> in_order_of_batches([["a", "d"], ["b", "e"], ["c"]])
     ['a', 'b', 'c', 'd', 'e']
     """
     ranks = len(parts)

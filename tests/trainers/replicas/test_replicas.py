@@ -19,7 +19,7 @@ from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.distillation.cache.teacher_cache import TeacherCache
 from shardwright.trainers.replicas import share
 from shardwright.trainers.replicas.launch import Replicas
-from shardwright.trainers.replicas.share import Share, in_order
+from shardwright.trainers.replicas.share import Share, in_order_of_batches
 from warm_ranks import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -156,7 +156,7 @@ def bytes_of(directory: Path) -> dict[str, bytes]:
 @given(st.integers(1, 9), st.integers(0, 40))
 def test_every_batch_is_read_once_and_comes_back_in_order(ranks: int, count: int) -> None:
     parts = [list(Share(rank=rank, ranks=ranks).indices(count)) for rank in range(ranks)]
-    assert in_order(parts) == list(range(count))
+    assert in_order_of_batches(parts) == list(range(count))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class CacheJob:
 
     @property
     def request(self) -> AnswerRequest:
-        """What the teacher is asked."""
+        """Samples for the teacher, and the way it answers."""
         settings = self.settings
         return AnswerRequest(
             teacher=self.teacher,
