@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...plugins.bitsandbytes.checkpoint import keep_layout
@@ -24,7 +24,9 @@ from ...plugins.transformers.sound_model import (
     refused_by_name,
 )
 from ...plugins.transformers.training_arguments import byte_tokenizer
+from .settings import DataSettings
 
+Kind = TypeVar("Kind", bound=DataSettings)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -144,17 +146,40 @@ def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
     return tokenizer
 
 
+def with_positions(settings: Kind, *configs: Any) -> Kind:
+    """Return settings whose samples have positions in all models: a length that nobody stated is shortened.
+
+    Raises:
+        UsageError: a length was stated for which a model has no embedding.
+    """
+    if "seq_len" in settings.model_fields_set:
+        for config in configs:
+            check_seq_len(settings.seq_len, config)
+        return settings
+    limits = [limit for config in configs if (limit := positions_of(config)) is not None]
+    most = min([settings.seq_len, *limits])
+    if most == settings.seq_len:
+        return settings
+    note_on_first_rank(f"samples of {most} tokens, the most that the model has positions for")
+    return settings.model_copy(update={"seq_len": most})
+
+
+def positions_of(config: Any) -> int | None:
+    """Return the positions that a model has or was trained for; `None` where nothing says so."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
+
+
 def check_seq_len(seq_len: int, config: Any) -> None:
     """Refuse a sequence beyond learned positions, and remark on one beyond what rotary positions were trained for.
 
     Raises:
         UsageError: the model has no embedding for the last positions.
     """
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = positions_of(config)
     if longest is None or seq_len <= longest:
         return
-    if getattr(text, "rope_parameters", None) is None:
+    if getattr(config.get_text_config(), "rope_parameters", None) is None:
         rule = f"the model has {longest} learned positions"
         raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="lower it"))
     note_on_first_rank(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")

@@ -164,7 +164,8 @@ def _samples(
 ) -> tuple[Samples | None, int]:
     seq_len = min(settings.seq_len, source.longest or settings.seq_len)
     if seq_len < settings.seq_len:
-        notify(f"seq_len is {seq_len}, for which the model has positions, in the place of {settings.seq_len}")
+        asked = f", in the place of {settings.seq_len}" if "seq_len" in settings.model_fields_set else ""
+        notify(f"samples of {seq_len} tokens, the most that the model has positions for{asked}")
     if settings.dataset is None:
         return None, seq_len
     samples = load_samples(

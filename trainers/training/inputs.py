@@ -15,7 +15,7 @@ from ...ds_configs.specs.settings import not_covered
 from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan as make_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
-from ..data.models import StartingModel, check_seq_len, load_config, load_tokenizer
+from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.samples import Samples
 from ..data.sources import local_place
 from ..runs.inputs import (
@@ -105,7 +105,7 @@ def prepare_train(
         faults += [] if given is None else _other_model_faults(given, loaded)
     if loaded is not None:
         with collecting(faults):
-            tokenizer = _tokenizer(settings, model)
+            settings, tokenizer = _with_tokenizer(settings, model)
     if tokenizer is not None and hardware is not None and settings.dataset:
         with collecting(faults):
             samples = named_samples(settings, tokenizer, train_samples=_streamed_count(settings, given, hardware))
@@ -192,8 +192,9 @@ def _streamed_count(settings: TrainSettings, given: Plan | None, hardware: Hardw
     return settings.max_steps * batch
 
 
-def _tokenizer(settings: TrainSettings, model: str) -> Any:
+def _with_tokenizer(settings: TrainSettings, model: str) -> tuple[TrainSettings, Any]:
+    """Return the settings with a length of samples that fits the model, and its tokenizer."""
     source = StartingModel(model=model, revision=settings.revision)
     config = load_config(source)
-    check_seq_len(settings.seq_len, config)
-    return load_tokenizer(source, config.get_text_config().vocab_size)
+    fitting = with_positions(settings, config)
+    return fitting, load_tokenizer(source, config.get_text_config().vocab_size)

@@ -53,6 +53,9 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     assert not list(tmp_path.iterdir())
     assert shown["plan"]["chosen"]["strategy"]["pp"] == 2 and shown["plan"]["hardware"]["name"] == "2xCPU"
     assert shown["dataset"]["rows"] == 8
+    unstated = train(model, *OUT, "--dataset", "python-help#8", "--dry-run", "--format", "json")
+    assert "samples of 64 tokens, the most that the model has positions for" in unstated.err
+    assert json.loads(unstated.out)["plan"]["job"]["seq_len"] == 64
     found = train(model, *OUT, *DATA, "--dry-run", "--format", "json", "--streaming", "--max-steps", 2)
     read = json.loads(found.out)["dataset"]
     assert (read["rows"] < 8, read["train_samples"]) == (True, 2 * 32)

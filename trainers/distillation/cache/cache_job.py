@@ -12,7 +12,7 @@ from ....ds_configs.plan.output import disk_faults, output_faults, reserved
 from ....ds_configs.specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import Decimals
 from ....plugins.launching.notes import Notify, OnProgress
-from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
+from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import stated_samples
 from ...data.settings import DataSettings
 from ...data.sources import local_place
@@ -94,7 +94,7 @@ def prepare_cache(
         raise UsageError(Fault(where="--revision", value=settings.revision, rule="only a Hub model has revisions"))
     source = StartingModel(model=teacher, revision=settings.revision)
     config = load_config(source)
-    check_seq_len(settings.seq_len, config)
+    settings = with_positions(settings, config)
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
     samples = stated_samples(settings, tokenizer)
     vocab_size = max(tokenizer.get_vocab().values()) + 1

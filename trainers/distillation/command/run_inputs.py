@@ -11,7 +11,7 @@ from ....ds_configs.specs.errors import Fault, UsageError, collecting
 from ....plugins.launching.notes import Notify
 from ....plugins.planning.from_names import plan as make_plan
 from ....plugins.planning.models import LoadedModel, load_model_spec
-from ...data.models import TOKENIZER_FILES, StartingModel, check_seq_len, load_config, load_tokenizer
+from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import Samples
 from ...data.sources import local_place
 from ...runs.inputs import (
@@ -112,7 +112,7 @@ def prepare_distillation(
         loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
     if loaded_student is not None and loaded_teacher is not None:
         with collecting(faults):
-            tokenizers = _tokenizers(settings, teacher, student)
+            settings, tokenizers = _with_tokenizers(settings, teacher, student)
     if tokenizers is not None and settings.dataset:
         with collecting(faults):
             samples = named_samples(settings, tokenizers[0])
@@ -139,17 +139,20 @@ def prepare_distillation(
     )
 
 
-def _tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[Any, Any, int | None]:
-    """Return the tokenizers of student and teacher, and how many tokens both have.
+def _with_tokenizers(
+    settings: DistillSettings, teacher: str, student: str
+) -> tuple[DistillSettings, tuple[Any, Any, int | None]]:
+    """Return the settings with samples that fit; the tokenizers of student and teacher, and how many tokens both have.
 
     A student without one gets the teacher's.
     """
     own = StartingModel(model=student, revision=settings.revision)
     other = StartingModel(model=teacher, revision=settings.teacher_revision)
-    config = load_config(own)
-    check_seq_len(settings.seq_len, config)
+    config, teacher_config = load_config(own), load_config(other)
+    # Across tokenizers the teacher reads the same text in tokens of its own, more or fewer.
+    fitting = with_positions(settings, config, *(() if settings.cross_tokenizer else (teacher_config,)))
     width = config.get_text_config().vocab_size
-    taught = load_tokenizer(other, load_config(other).get_text_config().vocab_size)
+    taught = load_tokenizer(other, teacher_config.get_text_config().vocab_size)
     if is_without(Path(student), TOKENIZER_FILES) and not is_without(Path(teacher), TOKENIZER_FILES):
         largest = max(taught.get_vocab().values())
         if largest >= width:
@@ -160,10 +163,10 @@ def _tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[
     else:
         tokenizer = load_tokenizer(own, width)
     if settings.cross_tokenizer:
-        return tokenizer, taught, None
+        return fitting, (tokenizer, taught, None)
     from ...data.tokenizer_agreement import agreed_vocab_size
 
-    return tokenizer, taught, agreed_vocab_size(tokenizer, taught)
+    return fitting, (tokenizer, taught, agreed_vocab_size(tokenizer, taught))
 
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizers: tuple[Any, Any, Any]) -> Samples:

@@ -17,7 +17,7 @@ from ....plugins.planning.from_names import plan as make_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantization_source import QuantizationSource, open_source
-from ...data.models import StartingModel, check_seq_len, load_config, load_tokenizer
+from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import Samples
 from ...data.sources import local_place
 from ...runs.checkpoints import last_checkpoint
@@ -159,7 +159,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
             faults += _checkpoint_faults(attachment, output_dir) if resume else []
     if source is not None:
         with collecting(faults):
-            words = _tokenizer(settings, model)
+            settings, words = _with_tokenizer(settings, model)
     if words is not None and settings.dataset:
         with collecting(faults):
             samples = named_samples(settings, words[0])
@@ -221,21 +221,21 @@ def _checkpoint_faults(attachment: Attachment, output_dir: Path) -> list[Fault]:
     return [] if last is None else resume_faults(attachment, last, demands_record=True)
 
 
-def _tokenizer(settings: QATSettings, model: str) -> tuple[Any, int | None]:
-    """Return the tokenizer, and how many tokens the model shares with its teacher."""
+def _with_tokenizer(settings: QATSettings, model: str) -> tuple[QATSettings, tuple[Any, int | None]]:
+    """Return the settings with samples that fit, and the tokenizer with how many tokens model and teacher share."""
     from ...data.tokenizer_agreement import agreed_vocab_size
 
     own = StartingModel(model=model, revision=settings.revision)
     config = load_config(own)
-    check_seq_len(settings.seq_len, config)
-    tokenizer = load_tokenizer(own, config.get_text_config().vocab_size)
     named = teacher_of(settings, model)
-    if named is None:
-        return tokenizer, None
-    name, revision = named
-    other = StartingModel(model=name, revision=revision)
-    taught = load_tokenizer(other, load_config(other).get_text_config().vocab_size)
-    return tokenizer, agreed_vocab_size(tokenizer, taught)
+    other = None if named is None else StartingModel(model=named[0], revision=named[1])
+    teacher_config = None if other is None else load_config(other)
+    fitting = with_positions(settings, config, *(() if teacher_config is None else (teacher_config,)))
+    tokenizer = load_tokenizer(own, config.get_text_config().vocab_size)
+    if other is None or teacher_config is None:
+        return fitting, (tokenizer, None)
+    taught = load_tokenizer(other, teacher_config.get_text_config().vocab_size)
+    return fitting, (tokenizer, agreed_vocab_size(tokenizer, taught))
 
 
 def _check_plan(plan: Plan, settings: QATSettings, attachment: Attachment, samples: Samples) -> None:
