@@ -39,8 +39,7 @@ def estimate_host_memory(
     """Return host and NVMe bytes of one node, the larger of loading and training."""
     ranks = hardware.gpus_per_node
     processes: Terms = {"processes": ranks * PROCESS_BYTES}
-    loaded = _loading_bytes(strategy, model, job, parameters, ranks) + teacher_loading_bytes(strategy, job, ranks)
-    loading = processes | {"checkpoint_loading": loaded}
+    loading = loading_terms(strategy, model, hardware, job, parameters)
     training = processes | {
         name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
     }
@@ -52,6 +51,15 @@ def estimate_host_memory(
         terms={name: count for name, count in terms.items() if count},
         nvme_bytes_per_node=ranks * _nvme_bytes(strategy, model, job, parameters),
     )
+
+
+def loading_terms(
+    strategy: Strategy, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
+) -> Terms:
+    """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
+    ranks = hardware.gpus_per_node
+    loaded = _loading_bytes(strategy, model, job, parameters, ranks) + teacher_loading_bytes(strategy, job, ranks)
+    return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
 
 
 def _loading_bytes(

@@ -8,10 +8,12 @@ turn unless the queue has already passed its next use, or that use lies within `
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
@@ -136,6 +138,10 @@ def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Un
 def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
     """Return the gathered elements during each turn."""
     queue = deque((id(tensor), tensor, step) for step, unit in enumerate(units) for tensor in unit)
+    uses: dict[int, list[int]] = {}
+    for key, _, step in queue:
+        uses.setdefault(key, []).append(step)
+    before = [0, *accumulate(sum(tensor.numel for tensor in unit) for unit in units)]
     available: set[int] = set()
     fetched_for: dict[int, int] = {}
     count = 0
@@ -160,21 +166,14 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
                 prefetched += tensor.numel
         count += prefetched
         held.append(count)
-        soon = _reused_soon(units, step + 1, zero.stage3_max_reuse_distance)
         for tensor in unit:
             key = id(tensor)
-            if key in available and fetched_for.get(key, -1) <= step + 1 and key not in soon:
+            if key not in available or fetched_for.get(key, -1) > step + 1:
+                continue
+            again = bisect_right(uses[key], step)
+            used_at = uses[key][again] if again < len(uses[key]) else len(units)
+            # Elements of the turns between this one and the next use.
+            if used_at == len(units) or before[used_at] - before[step + 1] >= zero.stage3_max_reuse_distance:
                 available.remove(key)
                 count -= tensor.numel
     return held
-
-
-def _reused_soon(units: Sequence[_Unit], start: int, distance: int) -> set[int]:
-    traversed = 0
-    soon: set[int] = set()
-    for unit in units[start:]:
-        if traversed >= distance:
-            break
-        soon.update(id(tensor) for tensor in unit)
-        traversed += sum(tensor.numel for tensor in unit)
-    return soon

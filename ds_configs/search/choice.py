@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..memory.activation_source import ActivationSource
 from ..memory.calibration import Calibration
 from ..memory.estimate import MemoryEstimate
+from ..memory.host_memory import loading_terms
 from ..memory.rank_parameters import rank_parameters
 from ..specs.errors import Fault, UsageError
 from ..specs.hardware import HardwareSpec
@@ -147,10 +148,24 @@ def anything_fits(
     levels = candidate_levels(model, hardware, job)
     for asked, indices in _attempts(levels, question):
         for index in indices:
+            if not _can_be_loaded(levels[index], asked):
+                continue
             found = _legal(levels, [index], asked, [])
             if found.by_level and found.possible(index):
                 return True
     return False
+
+
+def _can_be_loaded(level: Strategy, question: Question) -> bool:
+    """Whether host memory takes the checkpoint, which can be told before any variant of a layout is made.
+
+    What the ranks of a pipeline load depends on its stages.
+    """
+    if level.pp > 1:
+        return True
+    model, hardware, job = question.model, question.hardware, question.job
+    loading = loading_terms(level, model, hardware, job, rank_parameters(model, job, level))
+    return sum(loading.values()) <= hardware.host_bytes_per_node
 
 
 def _least_bytes(model: ModelSpec, job: TrainingJob) -> float:

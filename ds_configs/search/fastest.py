@@ -64,11 +64,18 @@ class Search:
         recomputing = [one for one in variants if one.strategy.gradient_checkpointing] or variants
         chunked = [one for one in recomputing if one.job.loss == "chunked"] or recomputing
         tightest = [one for one in chunked if one.complexity[3]] or chunked
-        smallest = min(one.strategy.micro_batch_size for one in tightest)
-        found = [min((one for one in tightest if one.strategy.micro_batch_size == smallest), key=_order)]
-        found += sorted((one for one in tightest if one.strategy.gradient_accumulation_steps == 1), key=_order)[:1]
+        size = min(one.strategy.micro_batch_size for one in tightest)
+        found = [_first([one for one in tightest if one.strategy.micro_batch_size == size])]
+        at_once = [one for one in tightest if one.strategy.gradient_accumulation_steps == 1]
+        if at_once and found[0] not in at_once:
+            found.append(_first(at_once))
         self.estimated += len(found)
         return found
+
+
+def _first(variants: list[Variant]) -> Variant:
+    """The fastest; a single one is not timed."""
+    return variants[0] if len(variants) == 1 else min(variants, key=_order)
 
 
 def _order(variant: Variant) -> tuple[float, tuple[int, int, bool, bool]]:

@@ -295,6 +295,16 @@ def test_what_fits_is_told_without_the_choice(hardware, job):
         assert anything_fits(LLAMA_8B, cluster, job) == (search(LLAMA_8B, cluster, job).chosen is not None)
 
 
+@pytest.mark.parametrize("host_bytes", [3 * 10**11, 5 * 10**11, 10**12])
+def test_what_host_memory_cannot_load_is_told_before_anything_is_made(host_bytes):
+    """Every rank holds the experts of a whole mixture while they are fused: 489 GB of bf16 weights on eight ranks."""
+    model = public_model("Qwen/Qwen3-30B-A3B")
+    cluster = replace(parse_hardware("2x8xA100-40GB"), host_bytes_per_node=host_bytes)
+    fits = host_bytes == 10**12
+    assert anything_fits(model, cluster, TrainingJob()) == fits
+    assert (search(model, cluster, TrainingJob()).chosen is not None) == fits
+
+
 def test_clusters_are_not_tried_where_a_larger_one_is_too_small():
     job = TrainingJob()
     clusters = [parse_hardware(f"{nodes}x8xA100-40GB") for nodes in (1, 2, 4, 8, 16)]
