@@ -214,8 +214,7 @@ def table(rows: Sequence[dict[str, Any]], meter: Metered) -> str:
         same = "" if row["built"] == row["parameters"] else f" (built: {row['built']:,})"
         cells = [row["class"], f"{row['parameters']:,}{same}", f"{row['cold']:.2f} s", f"{row['warm']:.2f} s"]
         runs = meter.cells(row)
-        partly = row["source"] == "upper bound" and row["class"] in meter.families
-        cells += ["stored in bf16" if partly else row["source"], ", ".join(row["legal"]), *runs]
+        cells += [row["source"], ", ".join(row["legal"]), *runs]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -241,8 +240,7 @@ in [a guide](../guides/add_a_family.md).
   loads its module; the slowest second plan takes {slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are those of
   one slow core, without waiting for others.
 - Activations are *stored* where traced coefficients of the family ship with the package (`ds_configs/data`), and an
-  *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)); *stored in bf16* is bounded where
-  weights are fp32.
+  *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)).
 - Legal are engines and axes of the layouts that were weighed.
 - The last four columns are metered: a shrunken model (widths of 256, sequences of {SEQ_LEN_TOKENS} tokens, bf16, no
   dropout) trains on two CPU ranks through the stock Trainer with the byte meter on, all its weights or adapters on

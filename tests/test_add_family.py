@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shardwright.plugins.activations import kinds
 from shardwright.plugins.activations.fit import TraceError
 from shardwright.tools import activation_trace, add_family
 
@@ -63,6 +64,25 @@ def test_bytes_that_are_not_linear_leave_the_data_alone(
     assert add_family.main([config(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: granite: not linear in its sizes\n"
     assert data.read_text() == before
+
+
+def test_tables_of_kinds_are_written_as_they_are_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = json.loads(activation_trace.KINDS_PATH.read_text(encoding="utf-8"))
+    tables = stored["families"]["OPTForCausalLM"]["tables"]
+    kept = tables.pop("bf16")
+    (path := tmp_path / "kinds.json").write_text(json.dumps(stored))
+
+    def derive(*_: object, mode: str, adapter: str, attention: str) -> Any:
+        if (mode, adapter, attention) == ("bf16", "none", "fused"):
+            return kept["none"]["fused"]
+        raise TraceError("not linear in its sizes")
+
+    monkeypatch.setattr(kinds, "derive_kind_table", derive)
+    opt = config(tmp_path, model_type="opt", architectures=["OPTForCausalLM"], ffn_dim=48)
+    with pytest.raises(TraceError, match="not linear"):
+        add_family.add_family(opt, kinds_data=path)
+    family = json.loads(path.read_text())["families"]["OPTForCausalLM"]
+    assert family["tables"] == tables | {"bf16": {"none": kept["none"]}}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_planning_floor_loads_no_heavy_library_anywhere():
 def test_upper_floors_load_heavy_libraries_inside_functions():
     """`shardwright --help` and planning stay fast only if no module pulls torch in when it is imported."""
     workers = re.compile(
-        r"activations/(worker|meter|run|fit|families|kinds|narrow_values)|byte_meter|trainer_phases|_callback|/callback"
+        r"activations/(worker|meter|run|fit|families|kind_models|kinds|narrow_values)|byte_meter|trainer_phases|_callback|/callback"
     )
     # A subclass needs its base when the module loads; nobody imports these before they are used.
     subclasses = re.compile(

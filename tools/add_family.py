@@ -22,6 +22,8 @@ from shardwright.tools.activation_trace import ADDED_PATH, KINDS_PATH, VERSIONED
 if TYPE_CHECKING:
     from shardwright.plugins.planning.models import LoadedModel
 
+ALREADY_STORED = {"rule": "is stored", "fix": "remove it from the file to derive it again"}
+
 
 def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
     """Return why a family cannot be traced as Llama is."""
@@ -36,7 +38,7 @@ def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
     if spec.model_type in FIRST:
         return [fault("is stored", f"python tools/activation_trace.py --write {spec.model_type} derives it again")]
     if spec.model_type in stored["tables"]:
-        return [fault("is stored", "remove it from the file to derive it again")]
+        return [fault(**ALREADY_STORED)]
     if spec.task != "causal_lm":
         return [fault(f"trains {spec.architecture}, and only causal language models are traced here")]
     if spec.dimensions.num_experts:
@@ -51,7 +53,7 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
 
     Raises:
         UsageError: the family is stored, or cannot be traced like Llama.
-        TraceError: its bytes are not linear in its sizes; nothing is written.
+        TraceError: its bytes are not linear in its sizes; nothing but tables that were solved before is written.
     """
     from shardwright.plugins.activations.kind_families import KIND_FAMILIES
     from shardwright.plugins.planning.models import load_model_spec
@@ -60,12 +62,7 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
     logging.set_verbosity_error()
     loaded = load_model_spec(config)
     if loaded.spec.architecture in KIND_FAMILIES:
-        from shardwright.plugins.activations.kinds import derive_kind_family
-
-        stored = json.loads(kinds_data.read_text(encoding="utf-8"))
-        stored["families"][loaded.spec.architecture] = derive_kind_family(loaded.spec.architecture)
-        stored["versions"] = {name: version(name) for name in VERSIONED_PACKAGES}
-        _write(kinds_data, stored)
+        _add_kinds(loaded.spec.architecture, kinds_data)
         return loaded.spec.model_type
     stored = json.loads(data.read_text(encoding="utf-8"))
     if faults := family_faults(loaded, stored):
@@ -74,6 +71,25 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
     stored["tables"][family] = derive_coefficients(family)
     _write(data, stored)
     return family
+
+
+def _add_kinds(architecture: str, path: Path) -> None:
+    """Derive the tables that a family has none of yet, each written when it is solved: a family takes minutes."""
+    from shardwright.plugins.activations.kinds import derive_kind_family
+
+    def stored() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    found = False
+    for family in derive_kind_family(architecture, stored()["families"].get(architecture, {})):
+        document = stored()
+        found, document["families"][architecture] = True, family
+        document["versions"] = {name: version(name) for name in VERSIONED_PACKAGES}
+        _write(path, document)
+        print(f"{architecture}: a table more is written", file=sys.stderr, flush=True)
+    if not found:
+        raise UsageError([Fault(where="architectures", value=architecture, **ALREADY_STORED)])
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

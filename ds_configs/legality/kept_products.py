@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..memory.activation_source import cached_activations
+from ..memory.activation_source import activation_mode, cached_activations
 from ..memory.activations import UnknownFamilyError
-from ..memory.tensor_terms import activation_mode
 from ..specs.errors import Fault
 from .candidate import Candidate
 

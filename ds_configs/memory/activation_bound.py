@@ -33,6 +33,8 @@ _SCORE_BYTES = 10
 _SCORE_TRANSIENT_BYTES = 14
 _LOGIT_BYTES = {"forward": 12, "kept": 8, "backward": 16}
 """Bytes of a logit in the loss, capped ones (Gemma-2) included: an fp32 copy, log-probabilities, gradients."""
+_EVERY_EXPERT = frozenset({"llama4", "llama4_text"})
+"""Mixtures whose tokens pass through all experts, times zero where not chosen (transformers 5.17, `Llama4TextMoe`)."""
 _MERGED_PATCHES = 4
 """Patches that a vision tower without a position table merges to one token of the text (Qwen2-VL's 2 x 2)."""
 _HEAD_WIDTH = 64
@@ -190,7 +192,7 @@ def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
             elements = size.query_size if shape[-1] == size.head_dim and shape[-1] < width else shape[-1]
             total += parameter.count * _NORM_ELEMENT_BYTES * elements
         elif parameter.kind == "experts" and len(shape) == 3:
-            routed = max(1, size.experts_per_token)
+            routed = size.num_experts if model.model_type in _EVERY_EXPERT else max(1, size.experts_per_token)
             inner = shape[1] if shape[2] == width else shape[2]
             total += parameter.count * routed * (element * (_INSIDE_MLP * inner + 2 * width) + 8)
         elif len(shape) == 2 and parameter.kind in ("linear", "router", "other"):

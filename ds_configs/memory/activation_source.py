@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..specs.errors import UsageError
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
+from ..specs.strategy import Strategy
 from .activation_bound import BOUND_SOURCE, bounded_activations
 from .activation_kinds import estimate_kinds
 from .activations import (
@@ -96,9 +97,18 @@ def outside_without_norm(
     return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
 
 
-def activations_are_stored(model: ModelSpec, job: TrainingJob) -> bool:
-    """Return whether the package holds coefficients for every precision mode that the job's layouts may use."""
+def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
+    """Return how the engine computes: on 16-bit weights (DeepSpeed, FSDP2) or under autocast (one process, DDP)."""
+    if job.precision == "fp32":
+        return "fp32"
+    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
+
+
+def activations_are_stored(model: ModelSpec, job: TrainingJob, strategy: Strategy | None = None) -> bool:
+    """Return whether the package holds coefficients for the precision mode of a layout, or of all that a job allows."""
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
+    if strategy is not None:
+        modes = (activation_mode(strategy, job),)
     source = cached_activations(model, job)
     try:
         return not any(source(1, mode).source.startswith(BOUND_SOURCE) for mode in modes)

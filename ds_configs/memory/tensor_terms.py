@@ -8,8 +8,8 @@ from ..specs.errors import Fault, UsageError
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.strategy import Strategy
-from .activation_source import ActivationSource, cached_activations, outside_without_norm
-from .activations import ActivationEstimate, Attention, Mode, SelectiveBytes
+from .activation_source import ActivationSource, activation_mode, cached_activations, outside_without_norm
+from .activations import ActivationEstimate, Attention, SelectiveBytes
 from .buffers import buffer_terms
 from .distillation_memory import distillation_loss_terms, teacher_terms
 from .model_states import model_state_terms
@@ -18,13 +18,6 @@ from .rank_parameters import RankParameters, share_parameters
 from .shares import RankShare
 
 _ONLY_ON_THE_LAST = ("loss", "head_gradient")
-
-
-def activation_mode(strategy: Strategy, job: TrainingJob) -> Mode:
-    """Return how the engine computes: on 16-bit weights (DeepSpeed, FSDP2) or under autocast (one process, DDP)."""
-    if job.precision == "fp32":
-        return "fp32"
-    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
 
 
 def share_moment_terms(

@@ -16,6 +16,7 @@ from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.json_text import strict_json
 from ..specs.model import ModelSpec
+from ..specs.strategy import Strategy
 from .write import write_files
 
 # Plans with every rejected layout stay far below 1 MiB; what is larger was not written here and is not parsed.
@@ -201,7 +202,7 @@ def make_plan(
         pareto=outcome.pareto,
         offers=faster_changes(outcome, model, hardware),
         versions=versions,
-        activations=_activations_from(model, job, activations),
+        activations=_activations_from(model, outcome.job, outcome.chosen.strategy, activations),
     )
 
 
@@ -229,8 +230,8 @@ def _cheapest(
 
 
 def _activations_from(
-    model: ModelSpec, job: TrainingJob, given: ActivationSource | None
+    model: ModelSpec, job: TrainingJob, chosen: Strategy, given: ActivationSource | None
 ) -> Literal["stored", "traced", "upper bound"]:
     if given is not None:
         return "traced"
-    return "stored" if activations_are_stored(model, job) else "upper bound"
+    return "stored" if activations_are_stored(model, job, chosen) else "upper bound"

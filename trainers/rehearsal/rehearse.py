@@ -283,7 +283,7 @@ def _predicted(rehearsed: Rehearsed, work: Path) -> dict[str, PredictedPhase]:
     from ...ds_configs.memory.terms import TERM_ROLES
 
     source = None
-    if not activations_are_stored(rehearsed.model, rehearsed.job):
+    if not activations_are_stored(rehearsed.model, rehearsed.job, rehearsed.strategy):
         from ...plugins.planning.from_names import TracedActivations
         from ...plugins.planning.models import load_model_spec
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from shardwright.ds_configs.memory import activation_kinds
 from shardwright.ds_configs.memory.activation_bound import BOUND_SOURCE, bounded_activations
 from shardwright.ds_configs.memory.activation_kinds import estimate_kinds, layer_counts, load_kind_families
 from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
 from shardwright.ds_configs.memory.activations import Adapter, Mode
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.plugins.activations.kind_families import KIND_FAMILIES, taking_turns
-from shardwright.plugins.activations.kinds import KindShape, config_at, drawn_shapes, independent_features, run_shape
+from shardwright.plugins.activations.kind_models import KindShape, config_at, drawn_shapes, run_shape
+from shardwright.plugins.activations.kinds import independent_features
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 
 STORED = sorted(load_kind_families()["families"])
@@ -87,10 +91,28 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
     assert 0 < stored.checkpointed_bytes_per_layer < stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer
 
 
+def test_tokens_of_llama_4_pass_through_all_experts_whatever_is_chosen() -> None:
+    depths = {"dense": 1, "chunked": 3, "full": 1}
+    spec = asked("Llama4ForCausalLM", depths, num_local_experts=16, num_experts_per_tok=1)
+    stored = cached_activations(spec, TrainingJob(seq_len_tokens=48))(2, "bf16")
+    bound = bounded_activations(spec, TrainingJob(seq_len_tokens=48), micro_batch_size=2, mode="bf16")
+    assert stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer < 2 * stored.saved_bytes_per_layer
+
+
 def test_other_operators_than_the_traced_ones_have_the_bound() -> None:
     spec = asked("BertForMaskedLM", {"layer": 2}, hidden_act="gelu_new")
     assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48))
     assert cached_activations(spec, TrainingJob(seq_len_tokens=48))(1, "bf16").source.startswith(BOUND_SOURCE)
+
+
+def test_a_layout_is_stored_where_its_own_precision_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = copy.deepcopy(load_kind_families())
+    del stored["families"]["DeepseekV2ForCausalLM"]["tables"]["bf16_autocast"]
+    monkeypatch.setattr(activation_kinds, "load_kind_families", lambda: stored)
+    spec, job = asked("DeepseekV2ForCausalLM", {"dense": 1, "routed": 2}), TrainingJob(seq_len_tokens=47)
+    assert activations_are_stored(spec, job, Strategy(engine="fsdp2", dp_shard=2))
+    assert not activations_are_stored(spec, job, Strategy(engine="ddp", dp_replicate=2))
+    assert not activations_are_stored(spec, job)
 
 
 def test_features_that_others_make_up_are_left_out() -> None:
