@@ -32,6 +32,28 @@ ERRORS = {
     "StoppedBySignalError": ROOT / "trainers" / "guards" / "signals.py",
 }
 """What the public names raise, and where it is defined."""
+RESULTS = {
+    "CheckedFiles": ROOT / "ds_configs" / "check" / "files.py",
+    "Finding": ROOT / "ds_configs" / "check" / "report.py",
+    "Rehearsal": ROOT / "trainers" / "rehearsal" / "report.py",
+    "Check": ROOT / "trainers" / "rehearsal" / "checks.py",
+    "LaunchedOutcome": ROOT / "trainers" / "runs" / "report.py",
+    "StepResult": ROOT / "trainers" / "runs" / "report.py",
+    "TrainOutcome": ROOT / "trainers" / "training" / "report.py",
+    "TrainResult": ROOT / "trainers" / "training" / "report.py",
+    "DistillationOutcome": ROOT / "trainers" / "distillation" / "command" / "run_report.py",
+    "DistillationResult": ROOT / "trainers" / "distillation" / "command" / "run_report.py",
+    "QATOutcome": ROOT / "trainers" / "qat" / "command" / "run_report.py",
+    "QATResult": ROOT / "trainers" / "qat" / "command" / "run_report.py",
+    "StudentReport": ROOT / "trainers" / "distillation" / "student" / "maker.py",
+    "QuantizationOutcome": ROOT / "trainers" / "quantization" / "report.py",
+    "Evaluation": ROOT / "trainers" / "evaluation" / "result.py",
+    "ModelResult": ROOT / "trainers" / "evaluation" / "result.py",
+    "Comparison": ROOT / "trainers" / "evaluation" / "result.py",
+    "Estimate": ROOT / "trainers" / "evaluation" / "estimates.py",
+    "RunMeasurement": ROOT / "ds_configs" / "plan" / "measurement.py",
+}
+"""What the public functions return, and what it is made of, in the order in which a model goes through them."""
 _MADE = "Made by `make readme` from the code; do not edit.\n"
 _SOURCES = """
 Hyphen and underscore are both accepted. The same names are keys of the YAML file of `--config`,
@@ -154,10 +176,13 @@ def python_page() -> str:
 
 
 def public_names() -> dict[str, list[tuple[str, Path, ast.ClassDef | ast.FunctionDef]]]:
-    """What each public package offers, and the errors that it raises: name, file and definition, in their order."""
-    errors = [(name, path, _defined(name, path)) for name, path in ERRORS.items()]
+    """What each public package offers, what it returns and raises: name, file and definition, in their order."""
+    further = {
+        heading: [(name, path, _defined(name, path)) for name, path in homes.items()]
+        for heading, homes in (("Results", RESULTS), ("Errors", ERRORS))
+    }
     packages = {"shardwright": ROOT, "shardwright.trainers": ROOT / "trainers"}
-    return {package: list(_offered(directory)) for package, directory in packages.items()} | {"Errors": errors}
+    return {package: list(_offered(directory)) for package, directory in packages.items()} | further
 
 
 def _offered(directory: Path) -> Iterator[tuple[str, Path, ast.ClassDef | ast.FunctionDef]]:
@@ -180,8 +205,8 @@ def _defined(name: str, path: Path) -> ast.ClassDef | ast.FunctionDef:
 
 def dotted(package: str, name: str, path: Path) -> str:
     """The name by which Python imports something public."""
-    module = ".".join(("shardwright", *path.relative_to(ROOT).with_suffix("").parts)) if name in ERRORS else package
-    return f"{module}.{name}"
+    inside = ".".join(("shardwright", *path.relative_to(ROOT).with_suffix("").parts))
+    return f"{inside if package in ('Results', 'Errors') else package}.{name}"
 
 
 def _docstring(node: ast.ClassDef | ast.FunctionDef) -> str:
