@@ -6,11 +6,25 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from ..memory.terms import TERM_ROLES
 from ..search.choice import Evaluated
 from ..specs.units import gigabytes
 from .plan import Plan
 
 _COLUMNS = ("layout", "micro_batch_size", "peak_GB", "high_GB", "tokens_per_second", "reason")
+
+_ROLE_COLORS = {
+    "weights": "#4477aa",
+    "optimizer": "#66ccee",
+    "gradients": "#228833",
+    "activations": "#ccbb44",
+    "buckets": "#ee6677",
+    "other": "#aa3377",
+}
+"""Paul Tol's bright scheme, whose colours people tell apart who see fewer."""
+_ROLE_WORDS = {"other": "runtime and communicators"}
+_INTERVAL_COLOR = "#bbbbbb"
+_KEY = "display:inline-block;width:0.8em;height:0.8em;margin-right:0.3em;border:1px solid #888"
 
 
 def plan_line(plan: Plan) -> str:
@@ -41,17 +55,10 @@ def _row(layout: Evaluated) -> dict[str, Any]:
 
 
 def plan_html(plan: Plan) -> str:
-    """Return the plan for a notebook: its line, the memory of an accelerator as a bar, the reason and the layouts.
+    """Return the plan for a notebook: its line, memory as a bar with a legend, the reason and the layouts.
 
     Every text is escaped: names of models are somebody else's.
     """
-    gpu = plan.chosen.memory.gpu
-    used, high = (min(100.0, 100 * size / gpu.capacity_bytes) for size in (gpu.peak_bytes, gpu.high_bytes))
-    bar = (
-        '<div style="width:24em;border:1px solid #888;background:linear-gradient(to right,'
-        f"#4477aa {used:.1f}%,#bbccee {used:.1f}%,#bbccee {high:.1f}%,transparent {high:.1f}%"
-        ')">&nbsp;</div>'
-    )
     headings = [name.replace("_", " ") for name in _COLUMNS]
     rows = [
         [
@@ -62,7 +69,34 @@ def plan_html(plan: Plan) -> str:
     ]
     rows[0][-1] = "chosen"
     line, reason = escape(plan_line(plan).strip("<>")), escape(plan.chosen.reason)
-    return f"<p><b>{line}</b></p>{bar}<p>{reason}</p>{_table(headings, rows)}"
+    return f"<p><b>{line}</b></p>{_memory_bar(plan)}<p>{reason}</p>{_table(headings, rows)}"
+
+
+def _memory_bar(plan: Plan) -> str:
+    """Return the memory of an accelerator as a bar of its capacity: what fills it, the interval above it, a legend."""
+    gpu = plan.chosen.memory.gpu
+    by_role = dict.fromkeys(_ROLE_COLORS, 0)
+    for name, count in gpu.terms.items():
+        by_role[TERM_ROLES.get(name, "other")] += count
+    # Below zero where measured runs moved the allocator's share.
+    filled = [(role, count) for role, count in by_role.items() if count > 0]
+    stops, end = [], 0.0
+    parts = [(_ROLE_COLORS[role], count) for role, count in filled]
+    for color, count in (*parts, (_INTERVAL_COLOR, gpu.high_bytes - gpu.peak_bytes)):
+        start, end = end, min(100.0, end + 100 * count / gpu.capacity_bytes)
+        stops.append(f"{color} {start:.1f}% {end:.1f}%")
+    stops.append(f"transparent {end:.1f}%")
+    legend = [(_ROLE_COLORS[role], f"{_ROLE_WORDS.get(role, role)} {gigabytes(count)}") for role, count in filled]
+    legend.append((_INTERVAL_COLOR, f"up to {gigabytes(gpu.high_bytes)} in the interval"))
+    legend.append(("transparent", f"free, of {gigabytes(gpu.capacity_bytes)} GB"))
+    keys = "".join(
+        f'<span style="white-space:nowrap;margin-right:1em"><span style="{_KEY};background:{color}"></span>'
+        f"{escape(text)}</span> "
+        for color, text in legend
+    )
+    bar = f'<div style="border:1px solid #888;background:linear-gradient(to right,{",".join(stops)})">&nbsp;</div>'
+    title = f"Memory of an accelerator in the {gpu.phase} phase, GB"
+    return f'<div style="max-width:40em">{escape(title)}{bar}<div style="font-size:smaller">{keys}</div></div>'
 
 
 def result_html(line: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *remarks: str) -> str:

@@ -198,6 +198,10 @@ def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bo
         fix = f"check the id, log in for a gated one, or name a file, a directory or {PYTHON_HELP}"
         raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None
     except (ValueError, DatasetsError) as error:
+        # datasets 5.2.0 says 'Instruction "NAME" corresponds to no data!' of a split that is there and empty.
+        if "corresponds to no data" in str(error):
+            rule, fix = f"its split {split} has no rows", "name another one, or a file"
+            raise UsageError(Fault(where="dataset", value=source.name, rule=rule, fix=fix)) from None
         raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error))) from None
     except (OSError, RuntimeError) as error:
         if "scripts are no longer supported" in str(error):

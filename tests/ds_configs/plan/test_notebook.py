@@ -21,4 +21,7 @@ def test_a_plan_is_one_line_a_table_and_escaped_html() -> None:
     assert next(iter(frame["layout"])) == plan.chosen.strategy.label and len(frame) == 1 + len(plan.rejected)
     assert frame["peak_GB"][0] == plan.chosen.memory.gpu.peak_bytes / 1e9
     shown = named._repr_html_()
+    assert f"in the {plan.chosen.memory.gpu.phase} phase, GB" in shown
+    for key in ("weights 0.", "activations 0.", "runtime and communicators 1.", "in the interval", "free, of 8.6 GB"):
+        assert key in shown.partition("<table>")[0], key
     assert "<script>" not in shown and "&lt;script&gt;" in shown and shown.count("<tr>") == len(frame) + 1

@@ -9,12 +9,13 @@ from typing import Any
 
 import pyarrow
 import pytest
-from dataset_hub import NAME, dataset_hub
+from dataset_hub import NAME, DatasetHub, dataset_hub
 from pyarrow import parquet
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import load_samples
 from shardwright.trainers.data.settings import DataSettings
+from shardwright.trainers.data.sources import parse_source, read_rows
 from shardwright.trainers.data.streamed import streamed_samples
 
 ROWS = {
@@ -65,9 +66,6 @@ def test_rows_of_the_head_are_not_trained_on_when_they_come_again(tmp_path: Path
 def test_rows_of_the_hub_are_fetched_as_far_as_they_are_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
-    from huggingface_hub import constants
-
     rows, words = ROWS["text"], {"seq_len": 32}
     local = streamed_samples(
         DataSettings(dataset=written(tmp_path / "rows.jsonl", rows), **words),
@@ -78,18 +76,53 @@ def test_rows_of_the_hub_are_fetched_as_far_as_they_are_read(
     # Nobody needs the shards behind the first.
     files = {f"data/train-0000{index}-of-00003.{kind}": _shard(rows, kind) for index in range(3)}
     with dataset_hub(files) as hub, monkeypatch.context() as patch:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.address)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        patch.setattr(constants, "ENDPOINT", hub.address)
-        patch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        patch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        _reach(hub, patch)
         found = streamed_samples(
             DataSettings(dataset=NAME, **words), byte_tokenizer(512), train_samples=40, evaluation_samples=6
         )
     assert list(found.train) == list(local.train) and list(found.evaluation) == list(local.evaluation)
     assert found.statistics.rows == local.statistics.rows
     assert hub.sent.keys() == {f"data/train-00000-of-00003.{kind}"}
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"notes.py": b"import datasets\n"},
+            "is a script, which would run code of its repository; use its Parquet files",
+        ),
+        ({"train.jsonl": b'{"text": "a"}\n'}, "Unknown split"),
+        (
+            {"train.jsonl": b'{"text": "a"}\n', "validation.jsonl": b""},
+            "its split validation has no rows; name another",
+        ),
+    ],
+)
+def test_a_split_without_rows_and_code_of_the_hub_are_refused(
+    files: dict[str, bytes], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with dataset_hub(files) as hub, pytest.raises(UsageError, match=said):
+        _reach(hub, monkeypatch)
+        list(read_rows(parse_source(NAME), split="validation", revision=None))
+
+
+def _reach(hub: DatasetHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process take a Hub on loopback for the Hub."""
+    import datasets
+    from huggingface_hub import constants
+
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
 
 
 def _shard(rows: list[dict[str, Any]], kind: str) -> bytes:
