@@ -17,7 +17,7 @@ help:
 	@echo "make test    run the whole suite; ROOM=distillation: what has that word in its path or name"
 	@echo "make test-fast    run what takes no real training, launch, browser or installation"
 	@echo "make test-serving    load checkpoints of every scheme in vLLM's CPU engine, beside Transformers"
-	@echo "make test-clusters    run plans over ssh and in a SLURM of two hosts on this machine, as root"
+	@echo "make test-clusters    run plans over ssh, in a SLURM of two hosts and on Ray on this machine, as root"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the documentation site into build/site"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"

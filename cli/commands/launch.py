@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 _OF_ENGINES = {
-    "dry_run": ("ssh", "slurm", "kubernetes", "jobset", "skypilot"),
+    "dry_run": ("ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"),
     "hostfile": ("ssh",),
     "ssh_config": ("ssh",),
-    "wait_for_nodes": ("ssh",),
-    "restarts": ("ssh", "jobset"),
+    "wait_for_nodes": ("ssh", "ray"),
+    "address": ("ray",),
+    "restarts": ("ssh", "ray", "jobset"),
     "sbatch": ("slurm",),
-    "name": ("slurm", "kubernetes", "jobset", "skypilot"),
+    "name": ("slurm", "ray", "kubernetes", "jobset", "skypilot"),
     "image": ("kubernetes", "jobset"),
     "volume": ("kubernetes", "jobset"),
     "node_rank": ("local",),
@@ -44,7 +45,7 @@ class LaunchOptions(ConfigOption):
 
     group = "Machines"
 
-    on: Literal["local", "ssh", "slurm", "kubernetes", "jobset", "skypilot"] = Field(
+    on: Literal["local", "ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"] = Field(
         "local", description="What starts the machines: kubernetes as a TrainJob of Kubeflow, jobset without it"
     )
     dry_run: bool = Field(False, description="Check everything and print what each machine or the scheduler gets")
@@ -53,9 +54,12 @@ class LaunchOptions(ConfigOption):
     )
     ssh_config: Path | None = Field(None, description="Settings of ssh in place of your own")
     restarts: int = Field(
-        0, ge=0, description="How often ssh or jobset starts a failed run again, from its newest checkpoint"
+        0, ge=0, description="How often ssh, ray or jobset starts a failed run again, from its newest checkpoint"
     )
     wait_for_nodes: float = Field(600.0, ge=0, description="Seconds for which a restart waits for a machine")
+    address: str | None = Field(
+        None, description="HOST:PORT of a Ray cluster. Default: RAY_ADDRESS, else the cluster of this machine"
+    )
     sbatch: Names = Field((), description="Further options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
     name: str = Field("shardwright", description="What the scheduler calls it")
     image: str | None = Field(None, description="Container image with shardwright, for kubernetes and jobset")
@@ -166,6 +170,8 @@ def _launch_on_cluster(
     )
     if options.on == "ssh":
         return _over_ssh(job, plan_directory, options)
+    if options.on == "ray":
+        return _on_ray(job, options)
     return _in_slurm(job, options) if options.on == "slurm" else _by_manifest(job, options)
 
 
@@ -187,6 +193,19 @@ def _over_ssh(job: ClusterJob, plan_directory: Path, options: LaunchOptions) -> 
         on_line=_print_line,
         notify=note,
     )
+    return 0
+
+
+def _on_ray(job: ClusterJob, options: LaunchOptions) -> int:
+    from ...plugins.clusters.ray_train import ray_run, run_on_ray
+
+    settings: dict[str, Any] = {"restarts": options.restarts, "wait_seconds": options.wait_for_nodes}
+    if options.dry_run:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(ray_run(job, **settings), sort_keys=False))
+        return 0
+    run_on_ray(job, address=options.address, **settings)
     return 0
 
 

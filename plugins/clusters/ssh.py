@@ -114,13 +114,15 @@ def listed_hosts(file: Path) -> list[tuple[str, int | None]]:
     return listed
 
 
+def exported_variables() -> dict[str, str]:
+    """Return the variables of this process that other machines get too."""
+    names = sorted(name for name in os.environ if _EXPORTED.match(name) and name not in _NOT_EXPORTED)
+    return {name: os.environ[name] for name in names}
+
+
 def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
     """Return one launch for each host; its ranks meet at a port of the first."""
-    exported = [
-        f"{name}={value}"
-        for name, value in sorted(os.environ.items())
-        if _EXPORTED.match(name) and name not in _NOT_EXPORTED
-    ]
+    exported = [f"{name}={value}" for name, value in exported_variables().items()]
     launches = []
     for rank, host in enumerate(hosts.names):
         place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port)

@@ -27,7 +27,7 @@ import psutil
 from ...ds_configs.specs.errors import ShardwrightError
 from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
 from .parent_death import signal_at_parent_death
-from .remote import tell_to_end
+from .remote import tell_to_end, tell_to_end_later
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
 # The failing rank's traceback comes last; what ranks printed before would bury it.
@@ -74,6 +74,8 @@ class Launch:
     """What takes the arguments in place of `interpreter`, and stops once its standard input ends: `ssh` and a host."""
     name: str | None = None
     """What a failure calls it; `None` for its command."""
+    ends_with_starter: bool = False
+    """Whether a program is to kill its ranks, rather than let them save, where this process dies."""
 
 
 def interpreter() -> str:
@@ -185,6 +187,8 @@ class _Running:
                 # On SIGTERM a launcher ends its ranks.
                 preexec_fn=signal_at_parent_death(signal.SIGTERM),
             )
+        if launch.ends_with_starter:
+            tell_to_end_later(self.process)
 
     def new_lines(self) -> list[str]:
         """Return the complete lines that were printed since the last call."""

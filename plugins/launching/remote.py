@@ -30,6 +30,14 @@ def tell_to_end(launcher: subprocess.Popen[bytes]) -> None:
         launcher.wait(timeout=_SECONDS_TO_END)
 
 
+def tell_to_end_later(launcher: subprocess.Popen[bytes]) -> None:
+    """Let a launcher kill its ranks as soon as its standard input ends, which it does with this process."""
+    assert launcher.stdin is not None, "its standard input is a pipe"
+    with contextlib.suppress(OSError):
+        launcher.stdin.write(_END)
+        launcher.stdin.flush()
+
+
 def stop_with_stdin() -> None:
     """Let this process stop once its standard input ends, which it does with the connection that started it."""
     threading.Thread(target=_follow, daemon=True, name="standard input").start()

@@ -17,6 +17,8 @@ from shardwright.cli.main import run
         (["--node-rank", "1"], "node_rank = 1: needs --main-address beside it"),
         (["--on", "slurm", "--name", "a\n#SBATCH --wrap=x"], "must be at most 40 lower-case letters"),
         (["--on", "slurm", "--dry-run", "--sbatch=--time=1\n#SBATCH --uid=0"], "must read --NAME=VALUE"),
+        (["--on", "ssh", "--address", "a:6379"], "address = 'a:6379': is for --on ray, not ssh"),
+        (["--on", "ray", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not ray"),
         (["--on", "jobset", "--sbatch=--time=1"], "is for --on slurm, not jobset"),
     ],
 )

@@ -1,0 +1,70 @@
+"""A plan for two nodes on a Ray cluster: the losses of one machine, and a node that dies and is replaced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_hosts import environment
+
+from .conftest import planned, read_losses, shardwright, training, until
+
+pytestmark = pytest.mark.clusters
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of Ray on this machine."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+    made.add_node(**NODE)
+    made.wait_for_nodes()
+    yield made
+    made.shutdown()
+
+
+def test_two_nodes_train_as_one_machine(plan: Path, cluster: Any, local_losses: list[float], tmp_path: Path) -> None:
+    losses = tmp_path / "losses.json"
+    words = ["launch", str(plan), "--on", "ray", "--address", cluster.address, "--", *training(losses)]
+    done = shardwright(words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_losses(losses) == pytest.approx(local_losses, abs=1e-6)
+    assert "same versions and files" in done.stdout + done.stderr
+
+
+def test_a_node_that_dies_is_replaced_and_the_run_goes_on(
+    plan: Path, cluster: Any, local_losses: list[float], tmp_path: Path
+) -> None:
+    losses, output = tmp_path / "losses.json", tmp_path / "output"
+    settings = json.loads((plan / "training_arguments.json").read_text())
+    (plan / "training_arguments.json").write_text(json.dumps(settings | {"save_strategy": "steps", "save_steps": 20}))
+    command = [sys.executable, "-m", "shardwright", "launch", str(plan), "--on", "ray", "--address", cluster.address]
+    command += ["--no-check-nodes", "--restarts", "1", "--", *training(losses)]
+    with output.open("w") as written:
+        running = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env=environment())
+        first = plan / "model" / "checkpoint-20" / "checkpoint_complete.json"
+        until(first.exists, 200, "checkpoint", output)
+        cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.is_head()), allow_graceful=False)
+        cluster.add_node(**NODE)
+        assert running.wait(timeout=300) == 0, output.read_text()
+    assert "goes on from its newest whole checkpoint" in output.read_text()
+    assert len(read_losses(losses)) < len(local_losses)
+    assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
+
+
+def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
+    model: Path, cluster: Any, tmp_path: Path
+) -> None:
+    plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
+    done = shardwright(["launch", str(plan), "--on", "ray"], RAY_ADDRESS=cluster.address)
+    assert done.returncode == 2
+    assert "the plan has 3 nodes with 1 CPU each, the cluster 2" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

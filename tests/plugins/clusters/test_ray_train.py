@@ -1,0 +1,96 @@
+"""What Ray Train is told of a plan, what keeps a plan from a cluster, and a worker's launcher that ends with it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from planning import public_model
+from shardwright.cli.main import run
+from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.clusters import ray_train
+
+NODE = """
+import pathlib, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("READY", flush=True)
+told = sys.stdin.read()
+pathlib.Path(sys.argv[1]).write_text(told)
+"""
+STARTER = """
+import sys
+from shardwright.plugins.launching.launch import Launch, run_together
+launch = Launch(program=(sys.executable,), arguments=("-c", *sys.argv[1:]), ends_with_starter=True)
+run_together([launch], timeout_seconds=60, on_line=lambda line: print(line, flush=True))
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    model, job = public_model("meta-llama--Llama-3.1-8B"), TrainingJob(strategy="zero3")
+    make_plan(model, parse_hardware("2x8xA100-80GB"), job).write(tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--", "--max-steps", "7"]) == 0
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert told["scaling_config"] == {
+        "num_workers": 2,
+        "use_gpu": True,
+        "resources_per_worker": {"CPU": 8.0, "GPU": 8.0},
+        "placement_strategy": "STRICT_SPREAD",
+    }
+    assert told["failure_config"] == {"max_failures": 3, "controller_failure_limit": 3}
+    from ray import train
+
+    assert train.ScalingConfig(**told["scaling_config"]).total_resources == {"CPU": 16.0, "GPU": 16.0}
+    assert train.FailureConfig(**told["failure_config"]).max_failures == 3
+    assert told["worker"][-3:] == ["--", "--max-steps", "7"]
+
+
+def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{taken.getsockname()[1]}"
+    for address, said in ((closed, "no cluster answers there"), ("ray://head:10001", "must read HOST:PORT")):
+        assert run(["launch", str(plan), "--on", "ray", "--address", address]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert len(error.strip().splitlines()) == 1
+
+
+def test_without_ray(plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(["launch", str(plan), "--on", "ray"]) == 2
+    assert "needs the package ray; pip install 'shardwright[ray]'" in capsys.readouterr().err
+
+
+def test_a_launch_that_was_refused_is_not_tried_again() -> None:
+    turns = ray_train._Turns()
+    assert turns.begin() == 0
+    turns.failed("node 1: rank 3 was killed", 1)
+    assert turns.begin() == 1
+    turns.failed("node 0: no such flag", 2)
+    turns.failed("node 1: a peer has gone", 1)
+    assert turns.begin() == ray_train._ENDED
+    assert turns.failure() == ("node 0: no such flag", 2)
+
+
+def test_a_launcher_is_told_to_end_with_the_worker_that_started_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTER, NODE, str(tmp_path / "told")]
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    assert starter.stdout.readline() == "READY\n"
+    (node,) = psutil.Process(starter.pid).children()
+    starter.kill()
+    starter.wait()
+    psutil.wait_procs([node], timeout=20)
+    assert (tmp_path / "told").read_text() == "end\n"
