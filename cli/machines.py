@@ -76,6 +76,12 @@ class MachineOptions(Settings):
         return faults
 
 
+class TrainingMachineOptions(MachineOptions):
+    """Machines of a training, as many as its hardware or plan names."""
+
+    check_nodes: bool = Field(True, description="Compare versions, accelerators, links, clocks, memory and disk first")
+
+
 class ReplicaOptions(MachineOptions):
     """Processes of a command whose result does not depend on their number."""
 
@@ -171,10 +177,10 @@ def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def tell_place(replicas: Replicas) -> None:
+def tell_place(place: NodePlace | None) -> None:
     """Say where the results are, on a machine that has none."""
-    assert replicas.place is not None, "a machine without results is one of several"
-    note(f"machine {replicas.place.rank} has done its share; the results are on {replicas.place.main_address}")
+    assert place is not None, "a machine without results is one of several"
+    note(f"machine {place.rank} has done its share; the results are on {place.main_address}")
 
 
 def _print_line(line: str) -> None:

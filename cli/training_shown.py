@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .command_line import command_line
+from .machines import TrainingMachineOptions, run_on_hosts, tell_place
 from .options import TrainingOptions
 from .progress import Bar, LinesAtTimes, note, progress_on_stderr
 
@@ -28,42 +29,62 @@ Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
 
 
 def launched_command(
-    prepare: Callable[[], PreparedTraining[Outcome]],
+    prepare: Callable[..., PreparedTraining[Outcome]],
     options: TrainingOptions,
+    machines: TrainingMachineOptions,
+    settings: LaunchedSettings,
     show: Callable[[Outcome, Path], None],
     describe: Callable[..., dict[str, Any]] = lambda prepared, as_json: {},
 ) -> int:
     """Run a training from its preparation to what is printed, and return the exit code.
 
     Args:
-        prepare: Checks everything.
+        prepare: Checks everything; receives `how` the run begins, with this machine's `place` among several.
         options: How the run begins and what it prints.
+        machines: Which ones run it.
+        settings: What is asked for.
         show: Prints an outcome for people.
         describe: Returns what a dry run shows beside settings, plan and data; receives the prepared training and
             `as_json`.
     """
     from ..trainers.reports.make import REPORT_FILE as HTML_FILE
-    from ..trainers.runs.run import run_training
+    from ..trainers.runs.run import run_part, run_training
 
     output_dir, as_json = options.output_dir, options.as_json
+    if machines.on == "ssh" and not options.dry_run:
+        return run_on_hosts(machines, nodes=_planned_nodes(settings))
+    place = None if options.dry_run else machines.place()
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
-        prepared = prepare()
+        prepared = prepare(notify=note, place=place, **options.how)
     if options.dry_run:
         files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
         return 0
+    common: dict[str, Any] = {"resume": options.resume, "check_nodes": machines.check_nodes, "notify": note}
+    if place is not None and not place.is_first:
+        with redirect_stdout(sys.stderr):
+            run_part(prepared, output_dir, **common)
+        tell_place(place)
+        return 0
     shown = partial(_view, plan=prepared.plan)
     with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", LinesAtTimes(), shown) as on_progress:
-        how: dict[str, Any] = {"on_progress": on_progress, "on_figures": on_progress.tell_figures, "notify": note}
-        how |= {"resume": options.resume, "force": options.force, "command": command_line()}
-        outcome = run_training(prepared, output_dir, **how)
+        common |= {"on_progress": on_progress, "on_figures": on_progress.tell_figures}
+        outcome = run_training(prepared, output_dir, force=options.force, command=command_line(), **common)
     if as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
     else:
         show(outcome, output_dir)
         note(f"a report to look at: {output_dir / HTML_FILE}")
     return 0
+
+
+def _planned_nodes(settings: LaunchedSettings) -> int:
+    from ..ds_configs.plan.plan import Plan
+    from ..trainers.runs.inputs import chosen_hardware
+
+    plan = getattr(settings, "plan", None)
+    return (chosen_hardware(settings) if plan is None else Plan.load(plan).hardware).nodes
 
 
 def _view(begins: str, console: Console, plan: Plan) -> Bar:

@@ -63,7 +63,7 @@ def cache_teacher_command(
     if replicas.result_is_here:
         _show(job, None if dry_run else output_dir, as_json=options.as_json)
     else:
-        tell_place(replicas)
+        tell_place(replicas.place)
     return 0
 
 

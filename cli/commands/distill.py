@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ...trainers.distillation.command.run_files import DistillSettings
+from ..machines import TrainingMachineOptions
 from ..options import TrainingOptions
-from ..progress import note
 from ..settings import FILLED, Options, grouped
 from ..training_shown import launched_command
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 grouped(DistillSettings)
+grouped(TrainingMachineOptions)
 grouped(TrainingOptions)
 
 
@@ -26,6 +27,7 @@ def distill_command(
     *,
     settings: Annotated[DistillSettings, Options] = FILLED,
     options: Annotated[TrainingOptions, Options],
+    machines: Annotated[TrainingMachineOptions, Options] = FILLED,
 ) -> int:
     """Teach a student what a teacher knows: plan, train, evaluate before and after, save with a model card.
 
@@ -40,10 +42,10 @@ def distill_command(
     """
     from ...trainers.distillation.command.run_inputs import prepare_distillation
 
-    def prepare() -> PreparedDistillation:
-        return prepare_distillation(settings, teacher, student, options.output_dir, notify=note, **options.how)
+    def prepare(**how: Any) -> PreparedDistillation:
+        return prepare_distillation(settings, teacher, student, options.output_dir, **how)
 
-    return launched_command(prepare, options, show_distillation)
+    return launched_command(prepare, options, machines, settings, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:

@@ -131,7 +131,7 @@ def evaluate_command(
     if replicas.result_is_here:
         _tell(evaluation, output_dir, as_json=options.as_json)
     else:
-        tell_place(replicas)
+        tell_place(replicas.place)
     return 0
 
 

@@ -10,8 +10,8 @@ from ...ds_configs.quantization.compression_training import REMOVED_BLOCKS, mess
 from ...ds_configs.specs.errors import Fault, UsageError
 from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
 from ...trainers.qat.command.request import QATSettings
+from ..machines import TrainingMachineOptions
 from ..options import TrainingOptions
-from ..progress import note
 from ..settings import FILLED, Options, grouped
 from ..training_shown import launched_command
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 grouped(QATSettings)
+grouped(TrainingMachineOptions)
 
 
 @grouped
@@ -47,6 +48,7 @@ def qat_command(
     *,
     settings: Annotated[QATSettings, Options] = FILLED,
     options: Annotated[QATOptions, Options],
+    machines: Annotated[TrainingMachineOptions, Options] = FILLED,
 ) -> int:
     """Train a model with the numbers of its quantized checkpoint, and write exactly these numbers.
 
@@ -59,10 +61,10 @@ def qat_command(
     """
     from ...trainers.qat.command.inputs import prepare_qat
 
-    def prepare() -> PreparedQAT:
-        return prepare_qat(settings, model, options.output_dir, notify=note, **options.how)
+    def prepare(**how: Any) -> PreparedQAT:
+        return prepare_qat(settings, model, options.output_dir, **how)
 
-    return launched_command(prepare, options, show_qat, _described)
+    return launched_command(prepare, options, machines, settings, show_qat, _described)
 
 
 def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:

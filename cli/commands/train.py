@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ...trainers.training.settings import TrainSettings
+from ..machines import TrainingMachineOptions
 from ..options import TrainingOptions
-from ..progress import note
 from ..settings import FILLED, Options, grouped
 from ..training_shown import launched_command
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 grouped(TrainSettings)
+grouped(TrainingMachineOptions)
 grouped(TrainingOptions)
 
 
@@ -25,6 +26,7 @@ def train_command(
     *,
     settings: Annotated[TrainSettings, Options] = FILLED,
     options: Annotated[TrainingOptions, Options],
+    machines: Annotated[TrainingMachineOptions, Options] = FILLED,
 ) -> int:
     """Train a model on your data: plan, launch, evaluate before and after, save with a model card.
 
@@ -39,10 +41,10 @@ def train_command(
     """
     from ...trainers.training.inputs import prepare_train
 
-    def prepare() -> PreparedTrain:
-        return prepare_train(settings, model, options.output_dir, notify=note, **options.how)
+    def prepare(**how: Any) -> PreparedTrain:
+        return prepare_train(settings, model, options.output_dir, **how)
 
-    return launched_command(prepare, options, show_training)
+    return launched_command(prepare, options, machines, settings, show_training)
 
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:

@@ -33,6 +33,11 @@ class NodePlace:
     main_port: int | str = MAIN_PORT
     """TCP port there."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the machine that reports what all did."""
+        return str(self.rank) == "0"
+
 
 def launch_arguments(plan: Plan, *, directory: str = ".", place: NodePlace | None = None) -> list[str]:
     """Return the exact command that starts training on one node, run from anywhere.

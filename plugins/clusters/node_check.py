@@ -136,8 +136,10 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _digests(directory: Path) -> dict[str, str]:
+    # Comments name the directory, which may lie elsewhere on each machine.
+    own = str(directory).encode()
     return {
-        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        name: hashlib.sha256((directory / name).read_bytes().replace(own, b".")).hexdigest()
         for name in _PLAN_FILES
         if (directory / name).is_file()
     }

@@ -11,16 +11,24 @@ from pathlib import Path
 import pytest
 from cluster_hosts import NAMES, Hosts, environment
 
-from .conftest import read_losses, shardwright, start_sshd, trained, training, until
+from .conftest import read_losses, shardwright, start_sshd, training, until
 
 pytestmark = pytest.mark.clusters
 
 
-def test_two_machines_train_as_one(plan: Path, over_ssh: list[str], local_losses: list[float], tmp_path: Path) -> None:
-    losses = tmp_path / "losses.json"
-    assert trained(["launch", str(plan), *over_ssh, "--", *training(losses)], losses) == pytest.approx(
-        local_losses, abs=1e-6
-    )
+def test_two_machines_train_as_one(model: Path, over_ssh: list[str], tmp_path: Path) -> None:
+    """`train` with its report, beside the losses of one machine with as many ranks."""
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} says {index * index}." for index in range(300)))
+    words = ["train", str(model), "--dataset", str(tmp_path / "text.txt"), "--strategy", "zero2", "--precision", "fp32"]
+    words += ["--seq-len", "32", "--global-batch-size", "8", "--max-steps", "10", "--logging-steps", "1"]
+    found = []
+    for name, more in (("one", ["--hardware", "2xCPU"]), ("two", ["--hardware", "2x1xCPU", *over_ssh])):
+        done = shardwright([*words, "--output-dir", str(tmp_path / name), *more])
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(line)["loss"] for line in lines])
+    assert f"{NAMES[0]}, {NAMES[1]}: same versions and files" in done.stderr
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
 def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(

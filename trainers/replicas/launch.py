@@ -38,7 +38,7 @@ class Replicas:
     @property
     def result_is_here(self) -> bool:
         """Whether this machine gets the results."""
-        return self.place is None or int(self.place.rank) == 0
+        return self.place is None or self.place.is_first
 
     def faults(self, *, device: str | None = None) -> list[Fault]:
         """Return what cannot be about the counts, the machine's place, and a device that is stated."""

@@ -37,7 +37,7 @@ def launch_faults(hardware: HardwareSpec, place: NodePlace | None = None) -> lis
 
     if place is not None and not 0 <= int(place.rank) < hardware.nodes:
         rule = f"the plan has the machines 0 to {hardware.nodes - 1}"
-        return [Fault(where="node_rank", value=place.rank, rule=rule)]
+        return [Fault(where="node_rank", value=place.rank, rule=rule, fix="plan for several, such as 2x8xH100-80GB")]
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     alone = hardware.nodes == 1 or place is not None
     if alone and (hardware.gpu == "CPU" or hardware.gpus_per_node <= here):
@@ -47,7 +47,7 @@ def launch_faults(hardware: HardwareSpec, place: NodePlace | None = None) -> lis
     rule = f"needs {count} x {hardware.gpu} {where}; this machine has {here} GPUs"
     fix = "plan it with --dry-run, or leave --hardware out to use what is here"
     if hardware.nodes > 1 and place is None:
-        fix = "run a written plan on several machines with `shardwright launch PLAN --on ssh` or `--on slurm`"
+        fix = "start it on all machines by --on ssh with --hostfile, or with --node-rank and --main-address on each"
     return [Fault(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 

@@ -17,6 +17,7 @@ from .progress import PROGRESS, Figures, OnStep
 from .settings import JOB_FILE, RankJob
 
 LONGEST_RUN_SECONDS = 90 * 86400.0
+_NODE_CHECK = "shardwright.plugins.clusters.node_check"
 
 
 def compile_operators(devices: Sequence[str], optimizer: str, notify: Notify) -> None:
@@ -65,6 +66,16 @@ def planned_launch(
     if place is None:
         command, port = at_free_port(command)
     return Launch(arguments=python_arguments(command), environment=accelerators_shown(plan), port=port)
+
+
+def checking_launch(plan: Plan, plan_directory: Path, place: NodePlace, output_directory: Path) -> Launch:
+    """Return the launch of one process on each machine, which compares them before ranks are started."""
+    meeting = ["--node-rank", str(place.rank), "--master-addr", place.main_address]
+    # A port of its own: where one run ends, the store of its main machine may still answer for the next.
+    meeting += ["--master-port", str(int(place.main_port) + 1)]
+    command = ["torchrun", f"--nnodes={plan.hardware.nodes}", "--nproc-per-node=1", *meeting, "-m", _NODE_CHECK]
+    places = [str(directory.absolute()) for directory in (plan_directory, output_directory)]
+    return Launch(arguments=python_arguments([*command, *places]), environment=accelerators_shown(plan))
 
 
 def accelerators_shown(plan: Plan) -> dict[str, str]:

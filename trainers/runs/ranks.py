@@ -29,6 +29,7 @@ from ..checkpoints.selection import Selection
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
 from ..guards.hang import watched
+from ..replicas.share import Share
 from .checkpoints import whole_checkpoint
 from .guarded import train_guarded
 from .progress import PROGRESS
@@ -54,13 +55,15 @@ def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine, Selection | None]:
 
     Raises:
         ShardwrightError: other ranks came up than were planned.
-        UsageError: arguments that contradict the host or one another.
+        UsageError: arguments that contradict the host or one another, or machines with other data or settings.
     """
     settings = job.training_arguments
     engine = chosen_engine(settings)
     arguments = training_arguments(settings, configure_cpu_ranks(engine))
     if arguments.world_size != job.world_size:
         raise ShardwrightError(f"{arguments.world_size} ranks came up, the plan has {job.world_size}")
+    if job.digests:
+        Share(rank=arguments.process_index, ranks=arguments.world_size).check_same(job.digests)
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
     prepare_nvme_offload(arguments)

@@ -6,6 +6,7 @@ the report beside the model. Everything that can be wrong was found before, when
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.output import disk_faults, reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
@@ -29,8 +31,8 @@ from ..reports.make import write_html
 from ..reports.read import TRAINING_FILE
 from .checkpoints import CHECKPOINTS
 from .inputs import evaluation_batch_size
-from .launch import compile_operators, planned_launch, run_launches, write_job
-from .progress import Figures, OnFigures
+from .launch import checking_launch, compile_operators, planned_launch, run_launches, write_job
+from .progress import Figures, OnFigures, OnStep
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
@@ -43,6 +45,8 @@ from .settings import (
 )
 
 Outcome = TypeVar("Outcome", bound=LaunchedOutcome)
+_COMPARED_SAMPLES = 256
+"""Samples by which machines tell whether they read the same data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class PreparedTraining(ABC, Generic[Outcome]):
     """What is trained and evaluated on."""
     tokenizer: Any
     """Splits the text; saved beside the model."""
+    place: NodePlace | None = None
+    """This machine's among several; `None` for the only one."""
 
     kind: ClassVar[str]
     """The command's name, as `report.json` states it."""
@@ -111,6 +117,7 @@ def run_training(
     *,
     resume: bool = False,
     force: bool = False,
+    check_nodes: bool = True,
     notify: Notify = lambda _: None,
     on_progress: OnProgress = lambda _what, _done, _total: None,
     on_figures: OnFigures = lambda _: None,
@@ -123,6 +130,7 @@ def run_training(
         output_dir: Where model, plan and report go.
         resume: Go on from the last checkpoint.
         force: Write into a directory that holds other files.
+        check_nodes: Whether several machines are compared first.
         notify: Receives remarks.
         on_progress: Hears of every optimizer step.
         on_figures: Hears the loss, the speed, the memory and the rank that lags before each of them.
@@ -141,7 +149,29 @@ def run_training(
         pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify),
     ):
         how: dict[str, Any] = {"notify": notify, "on_progress": on_progress, "on_figures": on_figures}
-        return _run_training(prepared, output_dir, resume=resume, command=command, **how)
+        how |= {"resume": resume, "check_nodes": check_nodes, "command": command}
+        return _run_training(prepared, output_dir, **how)
+
+
+def run_part(
+    prepared: PreparedTraining[Any],
+    output_dir: Path,
+    *,
+    resume: bool = False,
+    check_nodes: bool = True,
+    notify: Notify = lambda _: None,
+) -> None:
+    """Run the part of a machine that is not the first: its ranks, without a report.
+
+    Raises:
+        ShardwrightError: a rank failed, here or elsewhere; says which and why.
+    """
+    with _workplace() as work:
+        _launch(prepared, output_dir, work, resume=resume, check_nodes=check_nodes, notify=notify)
+
+
+def _workplace() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True)
 
 
 def _run_training(
@@ -149,6 +179,7 @@ def _run_training(
     output_dir: Path,
     *,
     resume: bool,
+    check_nodes: bool,
     notify: Notify,
     on_progress: OnProgress,
     on_figures: OnFigures,
@@ -156,25 +187,16 @@ def _run_training(
 ) -> Outcome:
     started = time.monotonic()
     plan, samples = prepared.plan, prepared.samples
-    plan_directory = output_dir.absolute() / PLAN_DIRECTORY
-    with tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True) as directory:
-        work = Path(directory)
-        fields = _job_fields(prepared, output_dir, resume=resume) | {"settings": _with_weights_here(prepared)}
-        job = prepared.job(fields, work, resume=resume, notify=notify)
-        plan.write(plan_directory, force=True)
-        strategy = plan.chosen.strategy
-        if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
-            compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
-        _write_samples(samples, work)
-        prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
-        launched = planned_launch([prepared.worker, write_job(job, work)], plan, plan_directory)
 
-        def on_step(step: int, steps: int, figures: Figures) -> None:
-            on_figures(figures)
-            on_progress("step", step, steps)
+    def on_step(step: int, steps: int, figures: Figures) -> None:
+        on_figures(figures)
+        on_progress("step", step, steps)
 
-        run_launches([launched], on_step, notify=notify)
-        result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
+    with _workplace() as work:
+        plan.write(output_dir.absolute() / PLAN_DIRECTORY, force=True)
+        how: dict[str, Any] = {"resume": resume, "check_nodes": check_nodes, "notify": notify}
+        _launch(prepared, output_dir, work, on_step=on_step, **how)
+        result = json.loads((Path(work) / RESULT_FILE).read_text(encoding="utf-8"))
     facts = {
         "settings": prepared.settings,
         "plan": plan,
@@ -191,6 +213,51 @@ def _run_training(
         # The model is trained and saved: that its report cannot be drawn is no reason to fail.
         notify(f"{HTML_FILE} was not written: {error}")
     return outcome
+
+
+def _launch(
+    prepared: PreparedTraining[Any],
+    output_dir: Path,
+    directory: str,
+    *,
+    resume: bool,
+    check_nodes: bool,
+    notify: Notify,
+    on_step: OnStep = lambda _step, _steps, _figures: None,
+) -> None:
+    """Leave what ranks read in a directory of this machine, and run its ranks to their end."""
+    plan, place, work = prepared.plan, prepared.place, Path(directory)
+    fields = _job_fields(prepared, output_dir, resume=resume) | {"settings": _with_weights_here(prepared)}
+    job = prepared.job(fields, work, resume=resume, notify=notify)
+    # The output directory may be seen by all machines, and the first alone writes there.
+    plan_directory = work / PLAN_DIRECTORY
+    plan.write(plan_directory)
+    strategy = plan.chosen.strategy
+    if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
+        compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
+    _write_samples(prepared.samples, work)
+    prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
+    if place is not None:
+        if check_nodes:
+            run_launches([checking_launch(plan, plan_directory, place, output_dir)], on_step, notify=notify)
+        job = job.model_copy(update={"digests": _digests(prepared, work)})
+    launched = planned_launch([prepared.worker, write_job(job, work)], plan, plan_directory, place=place)
+    run_launches([launched], on_step, notify=notify)
+
+
+def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:
+    """Return digests of what this machine made for itself: its plan, its settings, files of its work and its samples.
+
+    Of the samples as many are read as tell another dataset or another order.
+    """
+    found = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
+    found["settings"] = prepared.settings.model_dump_json().encode()
+    for file in sorted(path for path in work.iterdir() if path.is_file()):
+        found[file.name] = file.read_bytes()
+    for name, rows in (("samples", prepared.samples.train), ("held-out samples", prepared.samples.evaluation)):
+        read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
+        found[name] = json.dumps([len(rows), read], default=str).encode()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
 
 
 def _write_samples(samples: Samples, work: Path) -> None:

@@ -115,6 +115,7 @@ class LaunchedJob(RankJob):
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")
     resume: bool = Field(description="whether to go on from the last checkpoint")
+    digests: dict[str, str] = Field({}, description="of what every machine made for itself, where there are several")
 
     @property
     def hang_seconds(self) -> float | None:

@@ -69,7 +69,7 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 
 
 def prepare_train(
-    settings: TrainSettings, model: str, output_dir: Path, *, notify: Notify, **how: bool
+    settings: TrainSettings, model: str, output_dir: Path, *, notify: Notify, **how: Any
 ) -> PreparedTrain:
     """Read everything that can be wrong, report all faults together, and plan.
 
@@ -78,18 +78,18 @@ def prepare_train(
         model: Hub id, directory, or `config.json` for random weights.
         output_dir: Where results will go.
         notify: Receives remarks.
-        how: `dry_run`, `force` and `resume`.
+        how: `dry_run`, `force` and `resume`; `place` of this machine, where it is one of several.
 
     Raises:
         UsageError: all faults together.
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
+    dry_run, force, resume, place = (how.get(name) for name in ("dry_run", "force", "resume", "place"))
     faults = train_settings_faults(settings)
-    if not dry_run:
+    if not dry_run and (place is None or place.is_first):
         sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
-        faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
+        faults += run_output_faults(output_dir, force=bool(force), resume=bool(resume), sources=sources)
     given = loaded = hardware = tokenizer = samples = None
     if settings.plan is not None:
         with collecting(faults):
@@ -99,7 +99,7 @@ def prepare_train(
     if given is not None or settings.plan is None:
         with collecting(faults):
             hardware = chosen_hardware(settings) if given is None else given.hardware
-            faults += [] if dry_run else launch_faults(hardware)
+            faults += [] if dry_run else launch_faults(hardware, place)
     with collecting(faults):
         loaded = load_model_spec(model, revision=settings.revision)
         faults += [] if given is None else _other_model_faults(given, loaded)
@@ -128,7 +128,8 @@ def prepare_train(
         notify(f"read {kept.statistics.rows:,} rows for {settings.max_steps:,} steps" + _too_few(kept, settings, plan))
     if cut := kept.statistics.cut_rows:
         notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")
-    return PreparedTrain(settings=settings, model=model, plan=plan, samples=kept, tokenizer=tokenizer)
+    found = {"settings": settings, "plan": plan, "samples": kept, "tokenizer": tokenizer, "place": place}
+    return PreparedTrain(model=model, **found)
 
 
 def _edited_faults(plan: Plan, place: str) -> list[Fault]:

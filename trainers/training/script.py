@@ -13,15 +13,14 @@ from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
-from ...plugins.launching.launch import Launch, python_arguments, run_together
+from ...plugins.launching.launch import run_together
 from ...plugins.launching.notes import Notify
 from ..runs.inputs import launch_faults
-from ..runs.launch import LONGEST_RUN_SECONDS, accelerators_shown, compile_operators, planned_launch
+from ..runs.launch import LONGEST_RUN_SECONDS, checking_launch, compile_operators, planned_launch
 
 PLAN_FLAGS = "@plan"
 """Argument of a script in whose place the plan's arguments stand, as flags."""
 _RANK = f"{__package__}.script_rank"
-_NODE_CHECK = "shardwright.plugins.clusters.node_check"
 
 
 def launch_plan(
@@ -63,24 +62,14 @@ def launch_plan(
         compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
     ran: dict[str, Any] = {"timeout_seconds": LONGEST_RUN_SECONDS, "on_line": on_line}
     if place is not None and check_nodes:
-        run_together([_checking_launch(plan, plan_directory, place, arguments)], **ran)
+        output = Path(_stated_output(arguments) or plan_directory)
+        run_together([checking_launch(plan, plan_directory, place, output)], **ran)
     words = with_plan_flags(arguments, plan)
     worker = None if script is None else [_RANK, str(plan_directory.absolute()), str(script), *words]
     launched = planned_launch(worker, plan, plan_directory, place=place)
     if worker is None:
         launched = replace(launched, arguments=(*launched.arguments, *words))
     run_together([launched], **ran)
-
-
-def _checking_launch(plan: Plan, plan_directory: Path, place: NodePlace, arguments: Sequence[str]) -> Launch:
-    """Return the launch of one process on each machine, which compares them before ranks are started."""
-    meeting = ["--node-rank", str(place.rank), "--master-addr", place.main_address]
-    # A port of its own: where one run ends, the store of its main machine may still answer for the next.
-    meeting += ["--master-port", str(int(place.main_port) + 1)]
-    command = ["torchrun", f"--nnodes={plan.hardware.nodes}", "--nproc-per-node=1", *meeting, "-m", _NODE_CHECK]
-    directory = plan_directory.absolute()
-    places = [str(directory), _stated_output(arguments) or str(directory)]
-    return Launch(arguments=python_arguments([*command, *places]), environment=accelerators_shown(plan))
 
 
 def _stated_output(arguments: Sequence[str]) -> str | None:

@@ -77,7 +77,7 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 
 
 def prepare_distillation(
-    settings: DistillSettings, teacher: str, student: str, output_dir: Path, *, notify: Notify, **how: bool
+    settings: DistillSettings, teacher: str, student: str, output_dir: Path, *, notify: Notify, **how: Any
 ) -> PreparedDistillation:
     """Read everything that can be wrong, report all faults together, and plan.
 
@@ -87,25 +87,25 @@ def prepare_distillation(
         student: Hub id, directory, or `config.json` for random weights.
         output_dir: Where results will go.
         notify: Receives remarks.
-        how: `dry_run`, `force` and `resume`.
+        how: `dry_run`, `force` and `resume`; `place` of this machine, where it is one of several.
 
     Raises:
         UsageError: all faults together.
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
+    dry_run, force, resume, place = (how.get(name) for name in ("dry_run", "force", "resume", "place"))
     faults = distill_settings_faults(settings)
-    if not dry_run:
+    if not dry_run and (place is None or place.is_first):
         sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
         sources |= {"the dataset": local_place(settings.dataset)}
-        faults += run_output_faults(output_dir, force=force, resume=resume, sources=sources)
+        faults += run_output_faults(output_dir, force=bool(force), resume=bool(resume), sources=sources)
     with collecting(faults):
         distillation_config(settings, None)
     hardware = loaded_student = loaded_teacher = tokenizers = samples = None
     with collecting(faults):
         hardware = chosen_hardware(settings)
-        faults += [] if dry_run else launch_faults(hardware)
+        faults += [] if dry_run else launch_faults(hardware, place)
     with collecting(faults):
         loaded_student = load_model_spec(student, revision=settings.revision)
     with collecting(faults):
@@ -128,6 +128,7 @@ def prepare_distillation(
     if faults := settings.engine_faults(plan.chosen.strategy.engine):
         raise UsageError(faults)
     return PreparedDistillation(
+        place=place,
         settings=_with_prompts(settings, samples),
         teacher=teacher,
         student=student,

@@ -120,7 +120,7 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
         return found, qat_files(found)
 
 
-def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: Notify, **how: bool) -> PreparedQAT:
+def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: Notify, **how: Any) -> PreparedQAT:
     """Read everything that can be wrong, report all faults together, and plan.
 
     Args:
@@ -128,17 +128,19 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         model: Hub id or directory.
         output_dir: Where results will go.
         notify: Receives remarks.
-        how: `dry_run`, `force` and `resume`.
+        how: `dry_run`, `force` and `resume`; `place` of this machine, where it is one of several.
 
     Raises:
         UsageError: all faults together.
         RefusedInputError: files of a model are corrupt, unsafe or quantized already.
         PlanDoesNotFitError: no layout fits.
     """
-    dry_run, force, resume = (how.get(name, False) for name in ("dry_run", "force", "resume"))
+    dry_run, force, resume, place = (how.get(name) for name in ("dry_run", "force", "resume", "place"))
     faults = qat_settings_faults(settings)
-    if not dry_run:
-        faults += run_output_faults(output_dir, force=force, resume=resume, sources=_sources(settings, model))
+    if not dry_run and (place is None or place.is_first):
+        faults += run_output_faults(
+            output_dir, force=bool(force), resume=bool(resume), sources=_sources(settings, model)
+        )
     hardware = source = config = attachment = words = samples = teacher = None
     with collecting(faults):
         config = qat_config(settings)
@@ -147,7 +149,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         teacher_distance_config(settings, None)
     with collecting(faults):
         hardware = chosen_hardware(settings)
-        faults += [] if dry_run else launch_faults(hardware)
+        faults += [] if dry_run else launch_faults(hardware, place)
     with collecting(faults):
         teacher = _teacher(settings, model)
     with collecting(faults):
@@ -174,6 +176,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
     plan = make_plan(load_model_spec(model, revision=settings.revision), hardware, job, notify=notify)
     _check_plan(plan, settings, attachment, samples)
     return PreparedQAT(
+        place=place,
         settings=settings,
         source=source,
         config=config,
