@@ -131,10 +131,19 @@ def launched_faults(settings: LaunchedSettings) -> list[Fault]:
     return faults
 
 
-def run_output_faults(directory: Path, *, force: bool, resume: bool, sources: Mapping[str, str | None]) -> list[Fault]:
-    """Return what stands in the way of writing to a directory; `sources` are what is read, by part."""
+def run_output_faults(directory: Path, how: Mapping[str, Any], sources: Mapping[str, str | None]) -> list[Fault]:
+    """Return what stands in the way of writing to a directory, on the machine that does.
+
+    Args:
+        directory: Where results go.
+        how: `dry_run`, `force` and `resume`, and this machine's `place` among several.
+        sources: What is read, by part.
+    """
+    force, resume, place = (how.get(name) for name in ("force", "resume", "place"))
+    if how.get("dry_run") or not (place is None or place.is_first):
+        return []
     fix = "use --force to write into it, or --resume to go on from its last checkpoint"
-    faults = output_faults(directory, force=force or resume, sources=sources, fix=fix)
+    faults = output_faults(directory, force=bool(force or resume), sources=sources, fix=fix)
     if resume and not directory.is_file() and last_checkpoint(directory) is None:
         rule, fix = "holds no checkpoint to resume from", "run with --save-steps first, or drop --resume"
         faults.append(Fault(where="output_dir", value=str(directory), rule=rule, fix=fix))

@@ -85,11 +85,10 @@ def prepare_train(
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    dry_run, force, resume, place = (how.get(name) for name in ("dry_run", "force", "resume", "place"))
+    dry_run, place = (how.get(name) for name in ("dry_run", "place"))
     faults = train_settings_faults(settings)
-    if not dry_run and (place is None or place.is_first):
-        sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
-        faults += run_output_faults(output_dir, force=bool(force), resume=bool(resume), sources=sources)
+    sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
+    faults += run_output_faults(output_dir, how, sources)
     given = loaded = hardware = tokenizer = samples = None
     if settings.plan is not None:
         with collecting(faults):

@@ -94,12 +94,10 @@ def prepare_distillation(
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    dry_run, force, resume, place = (how.get(name) for name in ("dry_run", "force", "resume", "place"))
+    dry_run, place = (how.get(name) for name in ("dry_run", "place"))
     faults = distill_settings_faults(settings)
-    if not dry_run and (place is None or place.is_first):
-        sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
-        sources |= {"the dataset": local_place(settings.dataset)}
-        faults += run_output_faults(output_dir, force=bool(force), resume=bool(resume), sources=sources)
+    sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
+    faults += run_output_faults(output_dir, how, sources | {"the dataset": local_place(settings.dataset)})
     with collecting(faults):
         distillation_config(settings, None)
     hardware = loaded_student = loaded_teacher = tokenizers = samples = None

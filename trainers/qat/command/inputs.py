@@ -135,12 +135,9 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         RefusedInputError: files of a model are corrupt, unsafe or quantized already.
         PlanDoesNotFitError: no layout fits.
     """
-    dry_run, force, resume, place = (how.get(name) for name in ("dry_run", "force", "resume", "place"))
+    dry_run, resume, place = (how.get(name) for name in ("dry_run", "resume", "place"))
     faults = qat_settings_faults(settings)
-    if not dry_run and (place is None or place.is_first):
-        faults += run_output_faults(
-            output_dir, force=bool(force), resume=bool(resume), sources=_sources(settings, model)
-        )
+    faults += run_output_faults(output_dir, how, _sources(settings, model))
     hardware = source = config = attachment = words = samples = teacher = None
     with collecting(faults):
         config = qat_config(settings)
