@@ -77,6 +77,9 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--lora-targets", help="module names separated by commas, or all-linear (default)")
     add("--force", action="store_true", help="write over the model and checkpoints of an earlier run in --output-dir")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint in --output-dir, if there is one")
+    add(
+        "--resume-or-anew", action="store_true", help="as --resume, but begin anew where there are none but broken ones"
+    )
     for name, field in GuardSettings.model_fields.items():
         switch: dict[str, Any] = {"action": "store_true"} if field.annotation is bool else {"metavar": "VALUE"}
         default = "" if switch.get("action") else f" (default {field.default})"
@@ -160,7 +163,7 @@ def _reserved(flags: argparse.Namespace) -> AbstractContextManager[None]:
     """
     if os.environ.get("RANK", "0") != "0":
         return nullcontext()
-    directory, force = flags.output_dir, flags.force or flags.resume
+    directory, force = flags.output_dir, flags.force or flags.resume or flags.resume_or_anew
     faults = output_faults(directory, force=True, sources={"the model": flags.model})
     found = sorted(path.name for pattern in _RESULTS for path in directory.glob(pattern))
     if found and not force:
@@ -197,6 +200,8 @@ def _train(flags: argparse.Namespace, settings: dict[str, Any]) -> None:
 
     from transformers import default_data_collator
 
+    from .checkpoints.callback import OR_ANEW
+
     trainer = parallelism.make_trainer(
         model=model,
         args=arguments,
@@ -209,7 +214,8 @@ def _train(flags: argparse.Namespace, settings: dict[str, Any]) -> None:
     if planned is not None:
         planned.attach(trainer)
     started = time.monotonic()
-    train_guarded(trainer, resume=flags.resume or arguments.resume_from_checkpoint, **_guards(flags).guards())
+    resume = flags.resume or (OR_ANEW if flags.resume_or_anew else arguments.resume_from_checkpoint)
+    train_guarded(trainer, resume=resume, **_guards(flags).guards())
     seconds = time.monotonic() - started
     losses = recorder.mean_over_ranks()
     if flags.losses_json is not None and arguments.process_index == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,6 +36,7 @@ _OF_ENGINES = {
     "main_address": ("local",),
     "main_port": ("local", "ssh"),
     "until_stdin_closes": ("local",),
+    "turn_ended": ("local",),
 }
 """Options that some engines know and others would pass over."""
 
@@ -69,6 +71,7 @@ class LaunchOptions(ConfigOption):
     main_port: int = Field(MAIN_PORT, ge=1, le=65534, description="TCP port there; the next one compares the machines")
     check_nodes: bool = Field(True, description="Compare versions, accelerators, links, clocks, memory and disk first")
     until_stdin_closes: bool = Field(False, description="Save and stop once standard input ends, as --on ssh does")
+    turn_ended: bool = Field(False, description="Say by the exit code whether SLURM is to queue this job again")
 
 
 def launch_command(
@@ -101,6 +104,12 @@ def launch_command(
         raise UsageError(faults)
     if options.on != "local":
         return _launch_on_cluster(plan, script, arguments, options)
+    if options.turn_ended:
+        from ...trainers.training.turns import count_turn
+
+        own = None if script is None else Path(script)
+        count_turn(plan, own, arguments, job=os.environ.get("SLURM_JOB_ID", ""))
+        return 0
     from ...plugins.launching.remote import stop_with_stdin
     from ...trainers.training.script import launch_plan
 

@@ -21,6 +21,8 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
 SAVING_SECONDS = 300
 """What a run that a scheduler stops gets to write its checkpoint, unless it is told otherwise."""
+RESUME = "--resume-or-anew"
+"""Argument of a training that is started again: nobody is there to decide what a broken checkpoint is worth."""
 _STOPPED = 143
 """Exit code of a run that was asked to stop, and has saved."""
 
@@ -57,10 +59,13 @@ class ClusterJob:
         return self.arguments if self.script is None else (self.script, *self.arguments)
 
     def resumed(self) -> ClusterJob:
-        """Return the job that goes on from the newest whole checkpoint; a script of one's own sees to that itself."""
+        """Return the job that goes on from the newest whole checkpoint, or begins anew where none is whole.
+
+        A script of one's own sees to that itself.
+        """
         if self.script is not None or "--resume" in self.arguments:
             return self
-        return replace(self, arguments=(*self.arguments, "--resume"))
+        return replace(self, arguments=(*self.arguments, RESUME))
 
 
 def name_faults(name: str) -> list[Fault]:
@@ -115,13 +120,16 @@ def slurm_script(
         "main_port=$((20000 + SLURM_JOB_ID % 10000))\n"
         f'set -- {behind}{" " if behind else ""}"$@"\n'
         "# A script of one's own reads SLURM_RESTART_COUNT itself.\n"
-        'case "${1:--}" in -*) set -- "$@" ${SLURM_RESTART_COUNT:+"--resume"} ;; esac\n'
+        'case "${1:--}" in -*) set -- "$@" ${SLURM_RESTART_COUNT:+"'
+        f'{RESUME}"}} ;; esac\n'
         f"srun --wait={saving_seconds} bash -c "
         f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
         f"{shlex.join(job.program)} launch {directory} "
         f'--main-address "$main_address" --main-port "$main_port" {options}-- "$@"\n'
         "code=$?\n"
-        "# It was stopped before its time limit and has saved: its next turn goes on from there.\n"
-        f'if [ "$code" -eq {_STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
+        "# It was stopped before its time limit and has saved: the next turn goes on, if this one got further.\n"
+        f'if [ "$code" -eq {_STOPPED} ] && {shlex.join(job.program)} launch {directory} --turn-ended -- "$@"; then\n'
+        '  scontrol requeue "$SLURM_JOB_ID"\n'
+        "fi\n"
         'exit "$code"\n'
     )

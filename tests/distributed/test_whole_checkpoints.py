@@ -33,6 +33,16 @@ def test_killed_before_the_record_it_resumes_from_the_one_before(engine, worksho
     assert len(losses_of(tmp_path / "run")) == STEPS - 2
 
 
+def test_a_run_that_nobody_looks_after_begins_anew_where_no_checkpoint_is_whole(workshop, tmp_path):
+    shutil.copytree(workshop.whole("ddp"), tmp_path / "run")
+    for directory in (tmp_path / "run").glob("checkpoint-*"):
+        DAMAGES["drop_record"](directory)
+    told = workshop.run("ddp", tmp_path / "run", flags=("--resume-or-anew",))
+    assert "no checkpoint is whole, training begins anew at step 0" in told
+    assert f"kept as incomplete-checkpoint-{STEPS}" in told
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole("ddp")), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("engine", "damage"),
     [("ddp", "drop_scheduler"), ("zero2", "flip_optimizer")],

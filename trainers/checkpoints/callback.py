@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.deepspeed.other_ranks import load_from_other_ranks
 from ...plugins.launching.beside import Beside
 from ...plugins.launching.notes import Notify, note_on_first_rank
@@ -25,6 +25,9 @@ from .record import FileRecord, flush_tree, flushed_records, write_record
 from .resume_rules import compared
 from .run_facts import run_facts, trained_tensors
 from .selection import Selection, checkpoints, named_checkpoint, newest_whole, rotate, set_aside
+
+OR_ANEW = "or-anew"
+"""What `asked` takes in place of true from a run that was started again without anybody's decision."""
 
 
 class CheckpointCallback(TrainerCallback):
@@ -73,8 +76,18 @@ class CheckpointCallback(TrainerCallback):
     def asked(self, resume: str | bool | Selection | None) -> str | None:
         """Return what a run is to go on from: a named checkpoint, with true the newest, or one that was read already.
 
+        `OR_ANEW` is true for a run that nobody looks after: it begins anew, and says so, where no checkpoint is whole.
         Every rank must call it; `newest` and `named` say what it raises.
         """
+        if resume == OR_ANEW:
+            try:
+                return self.newest()
+            except RefusedInputError as error:
+                if self._trainer.args.process_index == 0:
+                    self._notify(
+                        f"no checkpoint is whole, training begins anew at step 0: {'; '.join(str(error).splitlines())}"
+                    )
+                return None
         if isinstance(resume, Selection):
             return self._resumed(lambda: resume)
         if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):

@@ -62,7 +62,7 @@ def launch_plan(
         compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
     ran: dict[str, Any] = {"timeout_seconds": LONGEST_RUN_SECONDS, "on_line": on_line}
     if place is not None and check_nodes:
-        output = Path(_stated_output(arguments) or plan_directory)
+        output = Path(stated_output(arguments) or plan_directory)
         run_together([checking_launch(plan, plan_directory, place, output)], **ran)
     words = with_plan_flags(arguments, plan)
     worker = None if script is None else [_RANK, str(plan_directory.absolute()), str(script), *words]
@@ -72,10 +72,10 @@ def launch_plan(
     run_together([launched], **ran)
 
 
-def _stated_output(arguments: Sequence[str]) -> str | None:
+def stated_output(arguments: Sequence[str]) -> str | None:
     """Return where the arguments of a training say that its results go, as Trainers spell it.
 
-    >>> _stated_output(["--max_steps", "3", "--output_dir=out"])
+    >>> stated_output(["--max_steps", "3", "--output_dir=out"])
     'out'
     """
     words = [part for word in arguments for part in word.split("=", 1)]

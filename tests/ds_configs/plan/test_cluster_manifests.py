@@ -50,7 +50,7 @@ def test_kubernetes_reads_them(job: ClusterJob) -> None:
     assert (spec.parallelism, spec.completions) == (plan.hardware.nodes, plan.hardware.nodes)
     container = spec.template.spec.containers[0]
     assert container.command[:3] == ["shardwright", "launch", "/shardwright/plan"]
-    assert container.command[-3:] == ["--max-steps", "1,000 $HOME", "--resume"]
+    assert container.command[-3:] == ["--max-steps", "1,000 $HOME", "--resume-or-anew"]
     assert dict(container.resources.limits)["nvidia.com/gpu"].actual_instance == str(plan.hardware.gpus_per_node)
     training = read(models.TrainerV1alpha1TrainJob, train_job(job, **WHERE))
     assert training.spec.trainer.num_nodes == plan.hardware.nodes
