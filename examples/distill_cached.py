@@ -19,6 +19,7 @@ from shardwright.trainers.data.text import pack, read_documents
 from shardwright.trainers.distillation import CachedTeacherDataset, DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_format import RecordFormat
 from shardwright.trainers.distillation.cache.cache_writer import cache_key, write_cache
+from shardwright.trainers.distillation.cache.teacher_cache import TeacherCache
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 64
@@ -79,7 +80,8 @@ def main() -> None:
         key = cache_key("teacher", "trained here", tokenizer, layout, rendered_by_template=False)
         began = time.perf_counter()
         ids = [sample["input_ids"] for sample in samples]
-        cache = write_cache(Path(directory), key, placed, ids, batch_size=32, device="cpu")
+        write_cache(Path(directory), key, placed, ids, batch_size=32, device="cpu")
+        cache = TeacherCache.open(Path(directory), key)
         speed = len(cache) / (time.perf_counter() - began)
         dense = 2 * VOCAB_SIZE
         print(f"{len(cache):,} tokens stored at {speed:,.0f} tokens/s, {layout.record_bytes} bytes each, not {dense}")

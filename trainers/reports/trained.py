@@ -119,10 +119,11 @@ def _speed_shown(data: Mapping[str, Any], metrics: Metrics) -> str:
 
 def _measures(data: Mapping[str, Any], metrics: Metrics) -> Section:
     found = {name: math.exp(min(value, 700)) for name, value in _held_out(data).items() if value is not None}
-    caption = (
-        f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples, which are not "
-        "told apart: they carry no error. `shardwright evaluate` gives one."
-    )
+    caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
+    if any(data.get("cross_entropy_standard_error", {}).values()):
+        caption += "; ± is one standard error, over samples."
+    else:
+        caption += ", which are not told apart: they carry no error. `shardwright evaluate` gives one."
     table = Table(headings=data["measures"]["headings"], rows=data["measures"]["rows"], caption=caption)
     charts = [Chart(title="Loss by step, nats a token", draw=loss_chart(metrics), note=_loss_note(data, metrics))]
     if any(points(metrics, key) for key in SHARES):

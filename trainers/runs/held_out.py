@@ -6,6 +6,7 @@ it starts another DeepSpeed engine; here every labelled token counts the same, a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..data.chat import IGNORED_LABEL
@@ -13,22 +14,29 @@ from ..data.chat import IGNORED_LABEL
 
 def held_out_cross_entropy(trainer: Any) -> float:
     """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it."""
+    sums, counts = held_out_sums(trainer)
+    return math.fsum(sums) / sum(counts)
+
+
+def held_out_sums(trainer: Any) -> tuple[list[float], list[float]]:
+    """Return the cross-entropy of each sample, in nats, and its labelled tokens; every rank must call it.
+
+    Every rank gets all of them, rank after rank. Ranks that share samples have them as often as they are read.
+    """
     import torch
 
     model = trainer.model_wrapped
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
+    found = []
     with torch.no_grad(), trainer.compute_loss_context_manager():
         for batch in trainer.get_eval_dataloader():
             inputs = trainer._prepare_inputs(batch)
             labels = inputs.pop("labels")
             logits = model(**inputs, use_cache=False).logits
             for row, own in zip(logits[:, :-1], labels[:, 1:], strict=True):
-                sums[0] += torch.nn.functional.cross_entropy(
-                    row.float(), own, ignore_index=IGNORED_LABEL, reduction="sum"
-                )
-                sums[1] += (own != IGNORED_LABEL).sum()
+                nats = torch.nn.functional.cross_entropy(row.float(), own, ignore_index=IGNORED_LABEL, reduction="sum")
+                found.append(torch.stack([nats.double(), (own != IGNORED_LABEL).sum().double()]))
     model.train(was_training)
-    total, count = trainer.accelerator.reduce(sums, "sum").tolist()
-    return float(total / count)
+    sums, counts = trainer.accelerator.gather(torch.stack(found)).T.tolist()
+    return sums, counts

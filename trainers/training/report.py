@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...plugins.huggingface_hub.cards import CARD_FILE
 from ..charts import steps
 from ..charts.canvas import panels, png
+from ..evaluation.estimates import Estimate, exponential
 from ..formats.rendering import table
 from ..runs.report import (
     REPORT_FILE,
@@ -40,6 +41,10 @@ class TrainResult(StepResult):
     which is under context parallelism."""
     after: float | None
     """The same after the last step."""
+    before_standard_error: float | None
+    """Of `before`, over samples; `None` where ranks share samples, and with a single one."""
+    after_standard_error: float | None
+    """Of `after`, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -64,6 +69,10 @@ class TrainOutcome(LaunchedOutcome):
             "model": self.model,
             **self.where_and_what(self.settings),
             "cross_entropy": {"before": self.result.before, "after": self.result.after},
+            "cross_entropy_standard_error": {
+                "before": self.result.before_standard_error,
+                "after": self.result.after_standard_error,
+            },
             **self.speed(self.result),
         }
 
@@ -72,10 +81,23 @@ def measures(result: TrainResult) -> list[tuple[str, str, str]]:
     """Return the measures on the held-out samples by name, before and after."""
     if result.before is None or result.after is None:
         return [("cross-entropy, nats a token", "not measured", "not measured")]
+    before = Estimate(value=result.before, standard_error=result.before_standard_error)
+    after = Estimate(value=result.after, standard_error=result.after_standard_error)
     return [
-        (name, shape(result.before), shape(result.after))
-        for name, shape in (("cross-entropy, nats a token", number), ("perplexity", perplexity))
+        (
+            "cross-entropy, nats a token",
+            *(_with_spread(number(one.value), one.standard_error) for one in (before, after)),
+        ),
+        (
+            "perplexity",
+            *(_with_spread(perplexity(one.value), exponential(one).standard_error) for one in (before, after)),
+        ),
     ]
+
+
+def _with_spread(value: str, standard_error: float | None) -> str:
+    """Return a value with its standard error where there is one."""
+    return value if standard_error is None else f"{value} ± {float(f'{standard_error:.2g}'):,g}"
 
 
 def train_file_names(settings: TrainSettings) -> tuple[str, ...]:

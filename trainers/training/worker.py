@@ -12,8 +12,9 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.strategy import Strategy
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..data.chat import IGNORED_LABEL
+from ..evaluation.estimates import Estimate, token_mean
 from ..parallel.trainer_for import planned_parallelism
-from ..runs.held_out import held_out_cross_entropy
+from ..runs.held_out import held_out_sums
 from ..runs.ranks import (
     collator,
     end_rank,
@@ -27,8 +28,8 @@ from ..runs.ranks import (
 from ..runs.settings import PLAN_DIRECTORY, TOKENIZER
 from .settings import TrainJob
 
-BEFORE = "held_out_cross_entropy_before"
-"""Name in the Trainer's log, which checkpoints keep: a resumed run has it from its first part."""
+BEFORE, BEFORE_ERROR = "held_out_cross_entropy_before", "held_out_standard_error_before"
+"""Names in the Trainer's log, which checkpoints keep: a resumed run has them from its first part."""
 
 
 def train_on_rank(job: TrainJob, work: Path) -> None:
@@ -58,17 +59,21 @@ def train_on_rank(job: TrainJob, work: Path) -> None:
     end_rank(trainer, lambda peak: _result(trainer, recorder, job, peak, after), work)
 
 
-def held_out(trainer: Any, strategy: Strategy) -> float | None:
+def held_out(trainer: Any, strategy: Strategy) -> Estimate | None:
     """Return the cross-entropy of the held-out samples in nats a token; every rank must call it.
 
-    Stages of a pipeline add up all predicted tokens themselves. `None` under context parallelism, where nothing can be
+    Its error is over samples, and known where every rank reads samples of its own. Stages of a pipeline add up all
+    predicted tokens themselves. `None` under context parallelism, where nothing can be
     evaluated.
     """
     if strategy.cp > 1:
         return None
     if strategy.pp > 1:
-        return float(trainer.evaluate()["eval_loss"])
-    return _by_label_count(trainer) if strategy.sp > 1 else held_out_cross_entropy(trainer)
+        return Estimate(value=float(trainer.evaluate()["eval_loss"]), standard_error=None)
+    if strategy.sp > 1:
+        return Estimate(value=_by_label_count(trainer), standard_error=None)
+    found = token_mean(*held_out_sums(trainer))
+    return found if strategy.tp == 1 else Estimate(value=found.value, standard_error=None)
 
 
 def _by_label_count(trainer: Any) -> float:
@@ -91,14 +96,21 @@ def _before_training(trainer: Any, strategy: Strategy) -> Any:
     class BeforeTraining(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not state.global_step and (found := held_out(trainer, strategy)) is not None:
-                trainer.log({BEFORE: found})
+                error = {} if found.standard_error is None else {BEFORE_ERROR: found.standard_error}
+                trainer.log({BEFORE: found.value} | error)
 
     return BeforeTraining()
 
 
-def _result(trainer: Any, recorder: Any, job: TrainJob, peak: int | None, after: float | None) -> dict[str, Any]:
-    logged = [entry[BEFORE] for entry in trainer.state.log_history if BEFORE in entry]
-    facts = {"before": logged[0] if logged else None, "after": after, "peak_bytes": peak}
+def _result(trainer: Any, recorder: Any, job: TrainJob, peak: int | None, after: Estimate | None) -> dict[str, Any]:
+    logged = next((entry for entry in trainer.state.log_history if BEFORE in entry), {})
+    facts = {
+        "before": logged.get(BEFORE),
+        "before_standard_error": logged.get(BEFORE_ERROR),
+        "after": None if after is None else after.value,
+        "after_standard_error": None if after is None else after.standard_error,
+        "peak_bytes": peak,
+    }
     return facts | step_facts(trainer, recorder, job)
 
 
