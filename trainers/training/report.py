@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,20 +84,17 @@ def measures(result: TrainResult) -> list[tuple[str, str, str]]:
     before = Estimate(value=result.before, standard_error=result.before_standard_error)
     after = Estimate(value=result.after, standard_error=result.after_standard_error)
     return [
-        (
-            "cross-entropy, nats a token",
-            *(_with_spread(number(one.value), one.standard_error) for one in (before, after)),
-        ),
-        (
-            "perplexity",
-            *(_with_spread(perplexity(one.value), exponential(one).standard_error) for one in (before, after)),
-        ),
+        ("cross-entropy, nats a token", _with_spread(number, before), _with_spread(number, after)),
+        ("perplexity", _with_spread(perplexity, before, exponential), _with_spread(perplexity, after, exponential)),
     ]
 
 
-def _with_spread(value: str, standard_error: float | None) -> str:
-    """Return a value with its standard error where there is one."""
-    return value if standard_error is None else f"{value} ± {float(f'{standard_error:.2g}'):,g}"
+def _with_spread(
+    shape: Callable[[float], str], loss: Estimate, derived: Callable[[Estimate], Estimate] = lambda loss: loss
+) -> str:
+    """Return what a shape makes of a loss, with the standard error of what is derived from it."""
+    error = derived(loss).standard_error
+    return shape(loss.value) if error is None else f"{shape(loss.value)} ± {float(f'{error:.2g}'):,g}"
 
 
 def train_file_names(settings: TrainSettings) -> tuple[str, ...]:

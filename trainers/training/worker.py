@@ -103,7 +103,7 @@ def _before_training(trainer: Any, strategy: Strategy) -> Any:
 
 
 def _result(trainer: Any, recorder: Any, job: TrainJob, peak: int | None, after: Estimate | None) -> dict[str, Any]:
-    logged = next((entry for entry in trainer.state.log_history if BEFORE in entry), {})
+    logged: dict[str, float] = next((entry for entry in trainer.state.log_history if BEFORE in entry), {})
     facts = {
         "before": logged.get(BEFORE),
         "before_standard_error": logged.get(BEFORE_ERROR),
