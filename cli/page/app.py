@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
@@ -23,7 +24,7 @@ from .form import (
     shown_values,
     stated_by,
 )
-from .planned import planned
+from .planned import offered, planned
 from .views import TEMPLATES, faults_view, findings_view, found_view, misfit_view, plan_view
 
 CONCURRENT_PLANS = 8
@@ -110,14 +111,14 @@ def _plan_tab(page: gr.Blocks) -> None:
     picked = [field.input for field in every if isinstance(field, gr.Dropdown | gr.Radio | gr.Checkbox | gr.Number)]
     typed = [field.submit for field in every if isinstance(field, gr.Textbox)]
 
-    def plan_form(*values: Any) -> tuple[Any, str]:
-        return _planned_form(dict(zip(fields, values, strict=True)))
+    def plan_form(*values: Any) -> Iterator[tuple[Any, str]]:
+        yield from _planned_form(dict(zip(fields, values, strict=True)))
 
-    def plan_upload(content: bytes, *values: Any) -> tuple[Any, Any, Any, str]:
-        return _planned_upload(content, dict(zip(fields, values, strict=True)))
+    def plan_upload(content: bytes, *values: Any) -> Iterator[tuple[Any, Any, Any, str]]:
+        yield from _planned_upload(content, dict(zip(fields, values, strict=True)))
 
-    def open_address(request: gr.Request) -> list[Any]:
-        return _planned_address(str(request.query_params), list(fields))
+    def open_address(request: gr.Request) -> Iterator[list[Any]]:
+        yield from _planned_address(str(request.query_params), list(fields))
 
     shown: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
     asked = [button.click, *picked, *typed]
@@ -129,32 +130,41 @@ def _plan_tab(page: gr.Blocks) -> None:
     page.load(open_address, None, [*every, result], **shown)
 
 
-def _planned_form(values: dict[str, Any]) -> tuple[Any, str]:
-    """Return the result for the values of all fields, and its address; an empty one where they cannot be read."""
+def _planned_form(values: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the results for the values of all fields, and their address; an empty one where they cannot be read."""
     try:
         settings = settings_from_form(stated_by(values))
     except ShardwrightError as error:
-        return faults_view(error), ""
-    return _result(settings), query_of(settings)
+        yield faults_view(error), ""
+        return
+    for result in results(settings):
+        yield result, query_of(settings)
 
 
-def _planned_upload(content: bytes, values: dict[str, Any]) -> tuple[Any, Any, Any, str]:
-    """Return the new values of model and configuration, the result, and its address; a bad file changes no field."""
+def _planned_upload(content: bytes, values: dict[str, Any]) -> Iterator[tuple[Any, Any, Any, str]]:
+    """Yield the new values of model and configuration, the results, and their address; a bad file changes no field."""
     try:
         packed = pack_config(content)
     except ShardwrightError as error:
-        return gr.skip(), gr.skip(), faults_view(error), ""
-    return UPLOADED, packed, *_planned_form(values | {"model": UPLOADED, "config": packed})
+        yield gr.skip(), gr.skip(), faults_view(error), ""
+        return
+    changed: tuple[Any, Any] = UPLOADED, packed
+    for result, address in _planned_form(values | {"model": UPLOADED, "config": packed}):
+        yield *changed, result, address
+        changed = gr.skip(), gr.skip()
 
 
-def _planned_address(query: str, names: list[str]) -> list[Any]:
-    """Return the values of the named fields, and the result; what cannot be read changes no field."""
+def _planned_address(query: str, names: list[str]) -> Iterator[list[Any]]:
+    """Yield the values of the named fields, and the results; what cannot be read changes no field."""
     try:
         settings = settings_from_query(query)
     except ShardwrightError as error:
-        return [*(gr.skip() for _ in names), faults_view(error)]
-    shown = shown_values(settings)
-    return [*(shown[name] for name in names), _result(settings)]
+        yield [*(gr.skip() for _ in names), faults_view(error)]
+        return
+    shown: dict[str, Any] = shown_values(settings)
+    for result in results(settings):
+        yield [*(shown.get(name, gr.skip()) for name in names), result]
+        shown = {}
 
 
 def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton]:
@@ -213,10 +223,16 @@ def _check_tab() -> None:
     button.click(find, [text, *facts.values()], result, show_progress="minimal", api_visibility="private")
 
 
-def _result(settings: PageSettings) -> str:
+def results(settings: PageSettings) -> Iterator[str]:
+    """Yield the plan, and where there are offers, which take three times as long, the plan with them."""
     try:
-        return plan_view(planned(settings))
+        found = planned(settings, offers=False)
+        yield plan_view(found)
+        more = offered(found)
     except PlanDoesNotFitError as error:
-        return misfit_view(error)
+        yield misfit_view(error)
     except ShardwrightError as error:
-        return faults_view(error)
+        yield faults_view(error)
+    else:
+        if more.plan.offers:
+            yield plan_view(more)

@@ -10,14 +10,14 @@ import json
 import re
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import yaml
 
 from ...ds_configs.plan.files import render_files
-from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.plan import Plan, with_offers
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.model import ModelSpec
@@ -56,8 +56,8 @@ def known_models() -> dict[str, ModelSpec]:
     return {plan.model.name: plan.model for plan in map(load_entry, entry_names())}
 
 
-def planned(settings: PageSettings) -> Planned:
-    """Return the plan that `shardwright plan` would make of the same words.
+def planned(settings: PageSettings, *, offers: bool = True) -> Planned:
+    """Return the plan that `shardwright plan` would make of the same words; `offered` adds what it leaves out.
 
     Raises:
         UsageError: a name, value or combination cannot be used.
@@ -76,7 +76,7 @@ def planned(settings: PageSettings) -> Planned:
     if faults:
         raise UsageError(faults)
     loaded = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
-    plan = plan_stated(model, hardware, settings, notify=remarks.append, loaded=loaded)
+    plan = plan_stated(model, hardware, settings, notify=remarks.append, offers=offers, loaded=loaded)
     return Planned(
         plan=plan,
         settings=settings,
@@ -85,6 +85,12 @@ def planned(settings: PageSettings) -> Planned:
         files=_files(plan, settings),
         name=re.sub(r"[^\w.-]+", "-", f"{plan.model.name.rpartition('/')[2]}_{hardware.name}", flags=re.ASCII),
     )
+
+
+def offered(found: Planned) -> Planned:
+    """Return a plan that was made without offers with them."""
+    plan = with_offers(found.plan)
+    return replace(found, plan=plan, files=_files(plan, found.settings)) if plan.offers else found
 
 
 def cluster(settings: PageSettings) -> HardwareSpec:

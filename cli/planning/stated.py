@@ -53,6 +53,7 @@ def plan_stated(
     notify: Callable[[str], None],
     calibration: bool = True,
     trace_activations: bool = False,
+    offers: bool = True,
     loaded: Mapping[str, Any] = MappingProxyType({}),
 ) -> Plan:
     """Return the plan for a model on some hardware with the settings that somebody stated.
@@ -64,6 +65,7 @@ def plan_stated(
         notify: Gets remarks while planning.
         calibration: Whether stored runs of this user narrow the memory interval.
         trace_activations: Whether a model without stored coefficients is traced.
+        offers: Whether changes of the training's numbers are searched for what would be faster.
         loaded: Settings in the place of those that name something to be read, such as a teacher.
 
     Raises:
@@ -83,6 +85,7 @@ def plan_stated(
         hardware,
         calibration="user" if calibration else None,
         trace_activations=trace_activations,
+        offers=offers,
         notify=notify,
         **(stated | dict(loaded)),
     )

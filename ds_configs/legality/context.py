@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..specs.errors import Fault
 from .candidate import divides
-from .sequence import FULL_ATTENTION, RECURRENT_MODELS, rotation_faults
+from .sequence import FULL_ATTENTION, RECURRENT_MODELS, instead_of_context_parallelism, rotation_faults
 
 OTHER_ATTENTION = frozenset(
     [
@@ -81,14 +81,17 @@ def context_parallel_faults(
         rule = "with replicas needs parameters that are sharded besides (dp_shard > 1)"
         fix = "use dp_replicate = 1 (--strategy fsdp2) or dp_shard > 1 (a smaller --context-parallel-size)"
         faults.append(Fault(where="cp", value=size, rule=rule, fix=fix))
-    faults += _attention(size, attention, model_type, layer_types, attention_window_tokens)
+    instead = instead_of_context_parallelism(
+        model_type, layer_types, attention_window_tokens, has_equal_head_widths=has_equal_head_widths
+    )
+    faults += _attention(size, attention, model_type, layer_types, attention_window_tokens, instead)
     if not has_equal_head_widths:
         # SDPA takes its plain kernel then, whose mask no rank's part of the sequence is added to: torch fails.
         rule = "passes keys and values of one width around, and latent attention has keys wider than values"
         faults.append(Fault(where="cp", value=size, rule=rule, fix="use cp = 1"))
     if names_self_attention is False or (names_self_attention is None and model_type in OTHER_ATTENTION):
         rule = f"finds no attention to run in {model_type or 'the model'}: accelerate looks for modules named self_attn"
-        faults.append(Fault(where="cp", value=size, rule=rule, fix="use cp = 1, or sp with DeepSpeed"))
+        faults.append(Fault(where="cp", value=size, rule=rule, fix=instead))
     faults += rotation_faults(rope_type)
     faults += _mask(mask_dimensions, packed=packed, left_padded=left_padded)
     others = {"sp": sequence_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
@@ -109,7 +112,7 @@ def _length(size: int, seq_len: int | None) -> Fault | None:
 
 
 def _attention(
-    size: int, attention: str, model_type: str, layer_types: Iterable[str], window: int | None
+    size: int, attention: str, model_type: str, layer_types: Iterable[str], window: int | None, instead: str
 ) -> list[Fault]:
     faults = []
     if attention != "sdpa":
@@ -120,10 +123,10 @@ def _attention(
     if other or model_type in RECURRENT_MODELS:
         kinds = ", ".join(other) or f"layers of {model_type}"
         rule = f"expresses full causal attention alone, and the model has {kinds}"
-        faults.append(Fault(where="cp", value=size, rule=rule, fix="use cp = 1, or sp with DeepSpeed"))
+        faults.append(Fault(where="cp", value=size, rule=rule, fix=instead))
     elif not set(layer_types) and window is not None:
         rule = f"needs full attention, and the model looks back {window} tokens"
-        faults.append(Fault(where="cp", value=size, rule=rule, fix="use sp with DeepSpeed"))
+        faults.append(Fault(where="cp", value=size, rule=rule, fix=instead))
     return faults
 
 

@@ -214,6 +214,17 @@ def _layers(size: int, model_type: str, layer_types: Iterable[str], *, has_equal
     return faults
 
 
+def instead_of_context_parallelism(
+    model_type: str, layer_types: Iterable[str], window: int | None, *, has_equal_head_widths: bool
+) -> str:
+    """Return what to use where a model cannot pass keys around: sequence parallelism only where it runs."""
+    types = set(layer_types)
+    if "chunked_attention" in types or _layers(2, model_type, types, has_equal_head_widths=has_equal_head_widths):
+        return "use cp = 1"
+    windowed = bool(WINDOWED_ATTENTION & types) if types else window is not None
+    return "use cp = 1, or sp with DeepSpeed" + (" and flash_attention_2" if windowed else "")
+
+
 def _window(attention: str, layer_types: Iterable[str], window: int | None, seq_len: int | None) -> list[Fault]:
     types: Sequence[str] = sorted(set(layer_types))
     windowed = bool(WINDOWED_ATTENTION.intersection(types)) if types else window is not None

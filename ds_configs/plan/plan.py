@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,8 +180,11 @@ def make_plan(
     activations: ActivationSource | None = None,
     calibration: Calibration | None = None,
     versions: tuple[tuple[str, str], ...] = (),
+    offers: bool = True,
 ) -> Plan:
     """Choose a strategy for the model, hardware and job; `calibration` holds measured runs to learn from.
+
+    Without `offers`, which take searches of their own, `with_offers` adds them later.
 
     Raises:
         UsageError: the job is invalid, or the layouts that it allows break rules.
@@ -193,17 +196,22 @@ def make_plan(
     if outcome.chosen is None:
         changes = cheapest_changes(model, hardware, job, activations=activations, calibration=calibration)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
-    return Plan(
+    plan = Plan(
         model=model,
         hardware=hardware,
         job=outcome.job,
         chosen=outcome.chosen,
         rejected=outcome.rejected,
         pareto=outcome.pareto,
-        offers=faster_changes(outcome, model, hardware),
         versions=versions,
         activations=_activations_from(model, outcome.job, outcome.chosen.strategy, activations),
     )
+    return with_offers(plan) if offers else plan
+
+
+def with_offers(plan: Plan) -> Plan:
+    """Return the plan with what would be faster if the training's numbers may change."""
+    return replace(plan, offers=faster_changes(plan.chosen, plan.model, plan.hardware, plan.job))
 
 
 def _cheapest(

@@ -14,7 +14,7 @@ from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
 from ..step_time.estimate import estimate_step_time
-from .choice import Evaluated, Outcome, anything_fits, search
+from .choice import Evaluated, anything_fits, search
 from .reasons import display_name
 
 _MOST = 3
@@ -138,14 +138,13 @@ class Offer:
         return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"
 
 
-def faster_changes(outcome: Outcome, model: ModelSpec, hardware: HardwareSpec) -> tuple[Offer, ...]:
+def faster_changes(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[Offer, ...]:
     """Return what would be faster if the training's numbers may change: vocabulary, 8-bit optimizer states, adapters.
 
     The latter two only where memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED`
     accelerators: on more, states are spread so thinly that neither helps.
     """
-    chosen, job = outcome.chosen, outcome.job
-    if chosen is None or job.teacher is not None:
+    if job.teacher is not None:
         return ()
     found = _padded_vocabulary(chosen, model, hardware, job)
     if hardware.world_size > _LARGEST_OFFERED:

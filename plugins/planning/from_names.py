@@ -39,6 +39,7 @@ def plan(
     calibration: Calibration | Literal["user"] | None = "user",
     trace_activations: bool = False,
     notify: Callable[[str], None] | None = None,
+    offers: bool = True,
     **words: Any,
 ) -> Plan:
     """Choose a strategy for a model on some hardware.
@@ -48,6 +49,7 @@ def plan(
     `calibration` holds measured runs to learn from, by default those that `shardwright calibrate` stored for this user.
     `trace_activations` traces a model without stored activation coefficients, in minutes, where else an upper
     bound from its structure counts; a trace that fails falls back to it. `notify` receives remarks while planning.
+    Without `offers` the plan does not say what changes of the training's numbers would make it faster.
     In place of a `job`, `words` are options of `shardwright plan`, such as `seq_len=2048, method="lora"`; without
     either, sequences have 4,096 tokens, or as many as the model has positions for.
 
@@ -81,6 +83,7 @@ def plan(
         activations=source,
         calibration=stored_calibration(tell) if calibration == "user" else calibration,
         versions=installed_versions(),
+        offers=offers,
     )
 
 

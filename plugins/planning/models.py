@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...ds_configs.models.families import model_spec_from_config
+from ...ds_configs.models.stored_shapes import model_spec_from_shapes
 from ...ds_configs.models.structure import model_spec_from_structure
 from ...ds_configs.specs.model import ModelSpec
 from ..huggingface_hub.hub import ModelSource, read_model_source, stored_shapes
@@ -38,6 +39,7 @@ def load_model_spec(model: str, *, revision: str | None = None, by_structure: bo
 def model_from_source(source: ModelSource, *, by_structure: bool = False) -> LoadedModel:
     """Return the specification of a configuration that was read; raises as `load_model_spec` does."""
     spec = model_spec_from_config(source.config, name=source.name, revision=source.revision)
+    spec = spec or model_spec_from_shapes(source.config, name=source.name, revision=source.revision)
     notes: list[str] = []
     if spec is None and by_structure and "auto_map" in source.config:
         spec = _spec_from_files(source, notes)

@@ -14,6 +14,7 @@ from shardwright import plan
 from shardwright.cli.main import run
 from shardwright.cli.options import CheckedFor
 from shardwright.cli.page.address import EXAMPLE, PageSettings, command_of, pack_config, settings_from_query
+from shardwright.cli.page.app import results
 from shardwright.cli.page.planned import archive, cluster, known_models, planned
 from shardwright.cli.page.views import faults_view, findings_view, misfit_view, plan_view
 from shardwright.ds_configs.plan.files import render_files
@@ -33,6 +34,14 @@ def test_a_known_model_is_planned_as_the_command_line_plans_it(found):
     own = plan(str(LLAMA), "8xA100-80GB")
     assert found.plan.chosen == own.chosen and found.plan.rejected == own.rejected
     assert found.plan.versions == own.versions
+
+
+def test_a_plan_is_shown_before_its_offers():
+    settings = settings_from_query("model=Qwen/Qwen2.5-7B&hardware=8xL40S")
+    first, last = results(settings)
+    assert "Changes the numbers:" not in first
+    assert last.count("Changes the numbers:") == 2
+    assert last == plan_view(planned(settings))
 
 
 def test_links_that_are_stated_are_those_that_the_file_of_hardware_states(tmp_path, monkeypatch, capsys):

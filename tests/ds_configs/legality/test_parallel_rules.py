@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.legality.context import context_parallel_faults
+from shardwright.ds_configs.legality.sequence import sequence_parallel_faults
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -159,3 +161,26 @@ def test_check_knows_the_sections(sections, expected):
     }
     findings = check_text(json.dumps(config), filename="ds_config.json", world_size=8, uses_transformers=True)
     assert any(expected in str(finding.fault) for finding in findings), [str(finding.fault) for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("facts", "instead"),
+    [
+        ({"model_type": "qwen3_next", "layer_types": ("linear_attention", "full_attention")}, "use cp = 1"),
+        ({"model_type": "mamba"}, "use cp = 1"),
+        ({"model_type": "gpt2"}, "use cp = 1"),
+        ({"model_type": "gpt_neox"}, "use cp = 1, or sp with DeepSpeed"),
+        (
+            {"layer_types": ("sliding_attention",), "attention_window_tokens": 8},
+            "use cp = 1, or sp with DeepSpeed and flash_attention_2",
+        ),
+        ({"attention_window_tokens": 8}, "use cp = 1, or sp with DeepSpeed and flash_attention_2"),
+    ],
+)
+def test_sequence_parallelism_is_named_only_where_it_runs(facts, instead):
+    (fault,) = context_parallel_faults(context_parallel_size=2, engine="fsdp2", world_size=4, **facts)
+    assert fault.fix == instead
+    attention = "flash_attention_2" if instead.endswith("flash_attention_2") else "sdpa"
+    sharing = {"sequence_parallel_size": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "attention": attention}
+    runs = not sequence_parallel_faults(engine="deepspeed", world_size=4, **sharing, **facts)
+    assert runs == ("sp with DeepSpeed" in instead)

@@ -1,0 +1,115 @@
+"""Stored tensor shapes against the models that Transformers builds, and what is left to it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shardwright.ds_configs.memory.activation_kinds import load_kind_families
+from shardwright.ds_configs.memory.activations import load_coefficients
+from shardwright.ds_configs.models.families import FAST_FAMILIES
+from shardwright.ds_configs.models.stored_shapes import evaluated, load_shapes, model_spec_from_shapes
+from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+from shardwright.tools.parameter_shapes import differences, drawn_sizes
+
+CLASSES = load_shapes()["classes"]
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645},
+    **{"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu"},
+    **{"hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": []},
+    **{"moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512},
+    **{"num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": False},
+    **{"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000},
+    **{"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False},
+    **{"torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True, "vocab_size": 151936},
+}
+"""As Qwen published it."""
+
+
+def drawn_config(architecture: str, seed: int) -> dict[str, Any]:
+    """Return a configuration of few layers: random sizes, some of them left out, and switches turned."""
+    stored, choose = CLASSES[architecture], random.Random(seed)
+    stated: dict[str, Any] = {}
+    sizes = [name for name, kinds in stored["varied"].items() if "number" in kinds]
+    for name, value in drawn_sizes(stored["values"], sizes, choose).items():
+        if stored["values"][name] or choose.random() < 0.5:
+            stated[name] = value
+    kept = [name for name in stated if "layers" in name or name.endswith(("heads", "hidden_size"))]
+    stated = {name: value for name, value in stated.items() if name in kept or choose.random() < 0.8}
+    for name, kinds in stored["varied"].items():
+        if {"true", "false"} & set(kinds) and choose.random() < 0.5:
+            stated[name] = choose.choice([kind == "true" for kind in kinds])
+    stated |= {name: stored["values"][name] for name in stored["required"]}
+    config: dict[str, Any] = {"model_type": stored["model_type"], "architectures": [architecture]}
+    config |= {part: {} for part in stored["names"] if part}
+    for name, value in stated.items():
+        part, _, leaf = name.rpartition(".")
+        (config[part] if part else config)[leaf] = value
+    return config
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_stored_shapes_are_those_of_the_model_that_transformers_builds(architecture: str) -> None:
+    configs = (drawn_config(architecture, seed) for seed in range(40))
+    covered = ((config, model_spec_from_shapes(config, name="m")) for config in configs)
+    config, found = next((config, found) for config, found in covered if found is not None)
+    assert differences(found, model_spec_from_meta(config, name="m")) == [], config
+
+
+def test_every_family_with_activation_coefficients_has_its_shapes() -> None:
+    types = {stored["model_type"] for stored in CLASSES.values()} | set(FAST_FAMILIES)
+    assert set(load_coefficients()["tables"]) <= types
+    assert set(load_kind_families()["families"]) <= set(CLASSES)
+
+
+def test_a_published_configuration_is_counted_exactly() -> None:
+    found = model_spec_from_shapes(QWEN3_NEXT, name="m")
+    assert found is not None and found.parameter_count == 79_674_391_296
+    assert differences(found, model_spec_from_meta(QWEN3_NEXT, name="m")) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mlp_only_layers": [0]},
+        {"decoder_sparse_step": 2},
+        {"num_experts": 0},
+        {"hidden_size": None},
+        {"partial_rotary_factor": 0.5},
+        {"layer_types": ["full_attention"] * 48},
+        {"layer_types": ["other"] * 48},
+        {"architectures": ["Qwen3NextForSequenceClassification"]},
+        {"architectures": None},
+        {"vision_config": {"hidden_size": 8}},
+    ],
+)
+def test_what_was_not_derived_is_left_to_transformers(change: dict[str, Any]) -> None:
+    assert model_spec_from_shapes(QWEN3_NEXT | change, name="m") is None
+
+
+def test_expressions_are_sums_of_products_and_quotients() -> None:
+    sizes = {"heads": 3, "width": 10}
+    assert evaluated("2*heads*width + -1*heads + 4", sizes) == 61
+    assert [evaluated(f"{how}width//heads", sizes) for how in ("", "ceil ", "round ")] == [3, 4, 3]
+
+
+def test_planning_a_stored_class_loads_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import json, sys; from shardwright import plan; config = json.loads(sys.argv[1]);"
+        "path = sys.argv[2] + '/config.json'; open(path, 'w').write(json.dumps(config));"
+        "made = plan(path, '16x8xH100-80GB', calibration=None);"
+        "assert made.model.parameter_count == 79_674_391_296;"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    argv = [sys.executable, "-c", program, json.dumps(QWEN3_NEXT), str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,190 @@
+"""A model class under random configurations, built on the meta device, as `parameter_shapes.py` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.ds_configs.models.described import OTHER_SETTINGS
+from shardwright.ds_configs.models.stored_shapes import countable_sizes, flattened, value_kind
+from shardwright.ds_configs.specs.model import ModelSpec
+
+NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "model_type"}
+MORE_FIELDS: Mapping[str, dict[str, Any]] = {
+    "qwen3_next": {"full_attention_interval": 4},
+    "gemma3": {"text_config.sliding_window_pattern": 6},
+}
+"""Fields that a configuration reads and does not keep."""
+REQUIRED: Mapping[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 128}}
+"""Fields without which a class cannot be built."""
+READ = re.compile(r"config\.(\w+)|getattr\(\s*[\w.]*config,\s*\"(\w+)\"|kwargs\.(?:pop|get)\(\s*\"(\w+)\"")
+"""How code names a field of a configuration."""
+
+
+Draws = dict[str, Any]
+Outputs = dict[tuple[Any, ...], Any]
+
+
+class ShapesError(Exception):
+    """A class whose tensors are no expressions of its configuration."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One model: what its configuration stated, the sizes it came to, and what was found."""
+
+    kinds: dict[str, str]
+    stated: dict[str, int]
+    sizes: dict[str, int]
+    outputs: Outputs
+
+
+class ClassOnMeta:
+    """A model class, its default configuration and the models that it builds."""
+
+    def __init__(self, architecture: str) -> None:
+        import transformers
+
+        config_class = getattr(transformers, architecture).config_class
+        self.architecture, self.model_type = architecture, config_class.model_type
+        config = config_class()
+        self.resolved = dict(flattened(config.to_dict()))
+        self.defaults = {**self.resolved, **_unresolved(config), **MORE_FIELDS.get(self.model_type, {})}
+        self.required = REQUIRED.get(self.model_type, {})
+        self.defaults |= self.required
+        kept = {name: value for name, value in self.defaults.items() if is_kept(name, value)}
+        self.defaults = {name: None if value == [] else value for name, value in kept.items()}
+        self.names = {"": dict(config_class.attribute_map)}
+        self.text = ""
+        text = config.get_text_config()
+        for part in {name.rpartition(".")[0] for name in self.defaults} - {""}:
+            section = config
+            for step in part.split("."):
+                section = getattr(section, step)
+            self.names[part] = dict(type(section).attribute_map)
+            self.text = part if section is text else self.text
+        for name in [name for name in self.defaults if self._is_alias(name)]:
+            del self.defaults[name]
+        declared = {*_unresolved(config), *MORE_FIELDS.get(self.model_type, {}), *self.required}
+        self.computed = sorted(name for name in self.defaults if name not in declared and not self._is_read(name))
+        for name in self.computed:
+            del self.defaults[name]
+        self.implied = sorted(
+            name for name in self.defaults if name not in declared and type(self.defaults[name]) is int
+        )
+        self.defaults |= dict.fromkeys(self.implied)
+        self.resolved_nulls = {
+            name for name in self.defaults if self.defaults[name] is None and self.resolved.get(name)
+        }
+        self.read = self._read_names()
+        self.spec: ModelSpec | None = None
+        self.layer_kinds: dict[str, set[str]] = {}
+
+    def _is_alias(self, field: str) -> bool:
+        part, _, name = field.rpartition(".")
+        return name in self.names.get(part, {})
+
+    def _is_read(self, field: str) -> bool:
+        """Whether the class keeps another value of a field that it does not declare."""
+        import transformers
+
+        value = self.defaults[field]
+        if isinstance(value, list | str):
+            return isinstance(value, list)
+        other = not value if isinstance(value, bool) else (value or 0) + 8
+        config = self.config({field: other})
+        try:
+            built = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+        except Exception:
+            # Configurations raise whatever they meet; the field was read.
+            return True
+        return bool(dict(flattened(built.to_dict())).get(field) == other)
+
+    def _read_names(self) -> set[str]:
+        """Return the fields that the classes of the model read and their configurations do not declare."""
+        from shardwright.plugins.transformers.meta_model import build_meta_model
+
+        model = build_meta_model(self.config({}), source="m")
+        modules = {type(each).__module__ for each in model.modules()}
+        modules |= {module.replace(".modeling_", ".configuration_") for module in modules}
+        text = "".join(
+            inspect.getsource(sys.modules[name])
+            for name in modules
+            if name.startswith("transformers.") and name in sys.modules
+        )
+        found = {name for names in READ.findall(text) for name in names if name}
+        declared = {name.rpartition(".")[2] for name in self.defaults} | {
+            name for names in self.names.values() for name in names
+        }
+        return {name for name in found if not name.startswith("_")} - declared
+
+    def config(self, drawn: Draws) -> dict[str, Any]:
+        """Return `config.json` with some fields changed; all others are left to the class."""
+        config: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.architecture]}
+        for part in self.names:
+            if part:
+                config[part] = {"model_type": self.resolved[f"{part}.model_type"]}
+        for field, value in (self.required | drawn).items():
+            part, _, name = field.rpartition(".")
+            (config[part] if part else config)[name] = value
+        return config
+
+    def build(self, drawn: Draws) -> ModelSpec:
+        """Return the specification of one model; raises `RefusedInputError`."""
+        from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+
+        return model_spec_from_meta(self.config(drawn), name="m")
+
+    def sample(self, drawn: Draws, switches: Mapping[str, Any]) -> Sample:
+        """Return one model with what its expressions are solved from."""
+        stated = self.defaults | drawn | dict(switches)
+        spec = self.build(drawn | dict(switches))
+        after = dict(spec.settings)
+        derived = {name: after[name] for name in after if name not in stated or not _same(stated[name], after[name])}
+        outputs: Outputs = {("derived", name): value for name, value in derived.items() if is_kept(name, value)}
+        outputs |= {("buffers",): spec.buffer_bytes, ("tied",): int(spec.tied_embeddings)}
+        for parameter in spec.parameters:
+            key = (parameter.name, parameter.group, parameter.kind, len(parameter.shape))
+            if (*key, "count") in outputs:
+                raise ShapesError(f"{parameter.name} has several shapes")
+            outputs[(*key, "count")] = parameter.count
+            outputs |= {(*key, axis): size for axis, size in enumerate(parameter.shape)}
+        sizes = countable_sizes(stated)
+        now = sizes | {name: value for name, value in derived.items() if type(value) is int}
+        for name, count in after.items():
+            if "=" in name:
+                field, _, kind = name.partition("=")
+                self.layer_kinds.setdefault(field, set()).add(kind)
+                now[name] = int(count)
+        self.spec = spec
+        return Sample(
+            kinds={name: value_kind(value) for name, value in stated.items()}, stated=sizes, sizes=now, outputs=outputs
+        )
+
+
+def _same(stated: Any, after: Any) -> bool:
+    return bool(stated == after and type(stated) is type(after))
+
+
+def is_kept(name: str, value: Any) -> bool:
+    leaf = name.rpartition(".")[2]
+    if leaf in NOT_KEPT or leaf.endswith(OTHER_SETTINGS) or leaf.startswith("_name") or leaf.endswith("layer_types"):
+        return False
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return is_plain or (isinstance(value, list) and all(type(item) is int for item in value))
+
+
+def _unresolved(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the defaults that a configuration class declares, before it derives one from another."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        if dataclasses.is_dataclass(value) and field.name.endswith("_config"):
+            found |= _unresolved(value, f"{prefix}{field.name}.")
+        elif field.default is None or isinstance(field.default, bool | int | float | str):
+            found[prefix + field.name] = field.default
+    return found
