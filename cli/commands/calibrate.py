@@ -17,6 +17,7 @@ from ..settings import FILLED, Options, grouped
 if TYPE_CHECKING:
     from ...ds_configs.memory.calibration import Calibration, MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
+    from ...ds_configs.step_time.measured_network import MeasuredNetwork
     from ...plugins.planning.calibration_store import CalibrationStore, StoredRun
 
 _SHOWN_DIGITS = 12
@@ -33,14 +34,15 @@ class CalibrateOptions(FormatOptions):
 
 
 def calibrate_command(run_dir: Path | None = None, *, options: Annotated[CalibrateOptions, Options] = FILLED) -> int:
-    """Store the measured memory and step time of a run; plans for the same accelerator and architecture use it.
+    """Store the measured memory and step time of a run, or the network that machines measured, for later plans.
 
     Example: shardwright calibrate plan/model ; shardwright calibrate --list
 
     Parameters
     ----------
     run_dir
-        Output directory of a run on GPUs that had --plan, which left a plan_measurement.json there.
+        Output directory of a run on GPUs that had --plan, which left a plan_measurement.json there; or a plan's, or a
+        training's, where a comparison of machines left a network.json.
     """
     from ...plugins.planning.calibration_store import CalibrationStore
 
@@ -51,13 +53,18 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     store = CalibrationStore()
     as_json = options.as_json
     if run_dir is not None:
-        return _store(store, run_dir, as_json=as_json)
+        network = _read_network(run_dir)
+        if network is not None:
+            store.add_network(network)
+            if not _has_measurement(run_dir):
+                return _show_network(store, network, as_json=as_json)
+        return _store(store, run_dir, network, as_json=as_json)
     if forget is not None:
         return _forget(store, forget, as_json=as_json)
     return _list(store, as_json=as_json)
 
 
-def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
+def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | None, *, as_json: bool) -> int:
     from ...ds_configs.memory.calibration import Calibration
     from ...ds_configs.plan.measurement import measured_run, printable, report_lines
 
@@ -68,6 +75,7 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
     before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
     if as_json:
         answer = {"added": added, "run": _run_dict(run), "interval": _interval(after, run), "database": str(store.path)}
+        answer |= {} if network is None else {"network": asdict(network)}
         print(json.dumps({"schema_version": 1} | answer, indent=2))
         return 0
     place = printable(f"{run.architecture} on {run.gpu}")
@@ -79,7 +87,41 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
     print(f"reserved over predicted tensors: {run.ratio:.3f}")
     print(f"interval of plans for {place}: {_shown(old)} -> {_shown(new)}")
     print("step times are stored and listed; plans do not predict them yet")
+    if network is not None:
+        _show_network(store, network, as_json=False)
     return 0
+
+
+def _read_network(run_dir: Path) -> MeasuredNetwork | None:
+    """Return what a comparison of machines left in a directory; `None` where there is none."""
+    from ...ds_configs.specs.yaml_file import read_small_file
+    from ...ds_configs.step_time.measured_network import FILE_NAME, network_from_text
+
+    file = run_dir / FILE_NAME if run_dir.is_dir() else run_dir
+    if file.name != FILE_NAME or not file.is_file():
+        return None
+    return network_from_text(read_small_file(file, what="network"), source=str(file))
+
+
+def _has_measurement(run_dir: Path) -> bool:
+    from ...ds_configs.plan.measurement import FILE_NAME
+
+    return run_dir.is_dir() and (run_dir / FILE_NAME).exists()
+
+
+def _show_network(store: CalibrationStore, network: MeasuredNetwork, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"schema_version": 1, "network": asdict(network), "database": str(store.path)}, indent=2))
+        return 0
+    print(f"Stored the network of {network.nodes} nodes: {_network_line(network)}")
+    return 0
+
+
+def _network_line(network: MeasuredNetwork) -> str:
+    from ...ds_configs.plan.measurement import printable
+
+    rate = f"{network.bytes_per_s / 1e9:.2f} GB/s from each accelerator"
+    return f"{rate}; plans for nodes of {network.gpus_per_node} x {printable(network.gpu)} count on it"
 
 
 def read_measurement(run_dir: Path) -> RunMeasurement:
@@ -113,15 +155,18 @@ def _forget(store: CalibrationStore, identifier: str, *, as_json: bool) -> int:
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
-    runs = store.stored()
+    runs, networks = store.stored(), store.networks()
     if as_json:
         listed = [_run_dict(stored.run) | {"stored_at": stored.stored_at} for stored in runs]
-        print(json.dumps({"schema_version": 1, "runs": listed, "database": str(store.path)}, indent=2))
+        shown = {"schema_version": 1, "runs": listed, "networks": [asdict(network) for network in networks]}
+        print(json.dumps(shown | {"database": str(store.path)}, indent=2))
         return 0
     if not runs:
         print("No runs stored yet; `shardwright calibrate RUN_DIR` stores one")
     else:
         _show_runs(runs)
+    for network in networks:
+        print(f"Network of {network.nodes} nodes: {_network_line(network)}")
     print(f"database: {store.path}", file=sys.stderr)
     return 0
 

@@ -22,8 +22,10 @@ import psutil
 
 from ...ds_configs.memory.rank_parameters import rank_parameters
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.plan.write import write_files
+from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
 from ...ds_configs.specs.units import gigabytes
+from ...ds_configs.step_time.measured_network import FILE_NAME, MeasuredNetwork, network_text
 from ..launching.elastic import recorded
 from ..launching.notes import note_on_first_rank
 from ..planning.from_names import installed_versions
@@ -110,8 +112,8 @@ def node_remarks(plan: Plan, nodes: Sequence[NodeFacts], link_bytes_per_s: float
     if link_bytes_per_s < _SLOW_LINK * hardware.network_bytes_per_s:
         remarks.append(
             f"the network gave one accelerator of each node {link_bytes_per_s / 1e9:.2f} GB/s where the plan counts on "
-            f"{hardware.network_bytes_per_s / 1e9:.2f}: plan again with network_bytes_per_s: {link_bytes_per_s:.2e} "
-            "in a hardware file"
+            f"{hardware.network_bytes_per_s / 1e9:.2f}: plan again after `shardwright calibrate` of the directory with "
+            f"{FILE_NAME}"
         )
     return remarks
 
@@ -209,6 +211,16 @@ def _link_bytes_per_s() -> float:
     return float(2 * (ranks - 1) / ranks * _LINK_BYTES / min(seconds[1:]))
 
 
+def _leave_network(plan: Plan, link_bytes_per_s: float, directory: Path) -> None:
+    """Write what was measured where results go, for `shardwright calibrate`; a place that refuses costs no training."""
+    hardware = plan.hardware
+    measured = MeasuredNetwork(
+        gpu=hardware.gpu, gpus_per_node=hardware.gpus_per_node, nodes=hardware.nodes, bytes_per_s=link_bytes_per_s
+    )
+    with contextlib.suppress(ShardwrightError):
+        write_files({FILE_NAME: network_text(measured)}, directory, force=True)
+
+
 def compare(directory: Path, output_directory: Path) -> None:
     """Compare the machines that this process and its peers run on a plan; all of them must call it.
 
@@ -242,6 +254,8 @@ def compare(directory: Path, output_directory: Path) -> None:
         )
         for remark in node_remarks(plan, nodes, link):
             note_on_first_rank(remark)
+        if rank == 0:
+            _leave_network(plan, link, output_directory)
     finally:
         distributed.destroy_process_group()
 

@@ -6,13 +6,14 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.memory.calibration import Calibration, MeasuredRun
 from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.step_time.measured_network import MeasuredNetwork
 
 DATA_DIRECTORY_VARIABLE = "SHARDWRIGHT_DATA_DIR"
 FILE_NAME = "calibration.sqlite3"
@@ -33,6 +34,16 @@ CREATE TABLE runs (
     reserved_peak_bytes INTEGER NOT NULL CHECK (reserved_peak_bytes > 0),
     outside_allocator_bytes INTEGER,
     step_seconds REAL,
+    stored_at TEXT NOT NULL
+)
+"""
+# Beside the runs of the same version: who knows nothing of it reads those as before.
+_CREATE_NETWORKS = """
+CREATE TABLE IF NOT EXISTS networks (
+    gpu TEXT NOT NULL,
+    gpus_per_node INTEGER NOT NULL CHECK (gpus_per_node > 0),
+    nodes INTEGER NOT NULL CHECK (nodes > 1),
+    bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0),
     stored_at TEXT NOT NULL
 )
 """
@@ -111,8 +122,30 @@ class CalibrationStore:
         """Return what plans learn from; empty when nothing was stored yet."""
         return Calibration(runs=tuple(stored.run for stored in self.stored()))
 
+    def add_network(self, network: MeasuredNetwork) -> None:
+        """Store a measured network, which plans for such nodes count on from now on."""
+        values = asdict(network) | {"stored_at": datetime.now(UTC).isoformat(timespec="seconds")}
+        columns, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
+        with self._writing() as connection:
+            connection.execute(_CREATE_NETWORKS)
+            connection.execute(f"INSERT INTO networks ({columns}) VALUES ({marks})", values)  # noqa: S608
+
+    def networks(self) -> tuple[MeasuredNetwork, ...]:
+        """Return the measured networks, oldest first."""
+        with self._reading() as connection:
+            known = "SELECT count(*) FROM sqlite_master WHERE name = 'networks'"
+            if connection is None or not connection.execute(known).fetchone()[0]:
+                return ()
+            columns = ", ".join(field.name for field in fields(MeasuredNetwork))
+            rows = connection.execute(f"SELECT {columns} FROM networks ORDER BY rowid").fetchall()  # noqa: S608
+        for gpu, *numbers in rows:
+            if not isinstance(gpu, str) or not all(isinstance(number, int | float) for number in numbers):
+                raise RefusedInputError(self._damaged(f"a network of {gpu!r}"))
+        names = [field.name for field in fields(MeasuredNetwork)]
+        return tuple(MeasuredNetwork(**dict(zip(names, row, strict=True))) for row in rows)
+
     def forget(self, identifier: str) -> int:
-        """Remove one run by the beginning of its identifier, or `all`, and return how many went.
+        """Remove one run by the beginning of its identifier, or `all` with the networks; return how many runs went.
 
         Raises:
             UsageError: no run, or several, begin like that.
@@ -123,6 +156,7 @@ class CalibrationStore:
             raise UsageError(_unknown(identifier))
         with self._writing() as connection:
             if identifier == "all":
+                connection.execute("DROP TABLE IF EXISTS networks")
                 return connection.execute("DELETE FROM runs").rowcount
             begins = "SELECT identifier FROM runs WHERE substr(identifier, 1, length(:begin)) = :begin"
             found = [row[0] for row in connection.execute(begins, {"begin": identifier})]

@@ -20,6 +20,7 @@ from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, pa
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...ds_configs.specs.settings import adapter_faults, unknown_fault
 from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
+from ...ds_configs.step_time.measured_network import with_measured_network
 from .models import LoadedModel, load_model_spec
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
@@ -76,6 +77,8 @@ def plan(
     source: ActivationSource | None = None
     if not activations_are_stored(loaded.spec, wanted):
         source = _activations_without_coefficients(loaded, wanted, traced=trace_activations, tell=tell)
+    if calibration == "user":
+        cluster = _with_stored_network(cluster, tell)
     return make_plan(
         loaded.spec,
         cluster,
@@ -167,6 +170,22 @@ def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
     except ShardwrightError as error:
         tell(f"planning without measured runs: {error}")
         return None
+
+
+def _with_stored_network(cluster: HardwareSpec, tell: Callable[[str], None]) -> HardwareSpec:
+    """Return hardware whose assumed network is the one that this user's machines measured, where they did."""
+    from .calibration_store import CalibrationStore
+
+    if cluster.nodes == 1:
+        return cluster
+    try:
+        found, remark = with_measured_network(cluster, CalibrationStore().networks())
+    except ShardwrightError:
+        # Remarked on where its runs are read.
+        return cluster
+    if remark is not None:
+        tell(remark)
+    return found
 
 
 def installed_versions() -> tuple[tuple[str, str], ...]:

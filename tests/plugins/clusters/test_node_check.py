@@ -63,4 +63,4 @@ def test_what_does_not_keep_a_run_from_starting_is_remarked(plan: Plan) -> None:
     assert remarks[2].startswith("b has 0.000 GB of free memory where the plan needs")
     # 8.03 x 10^9 parameters: 2 bytes of weights, 12 of fp32 weights and two moments.
     assert remarks[3] == "b has 0.000 GB of free disk; a checkpoint takes 112.4 GB"
-    assert "network_bytes_per_s: 1.50e+09" in remarks[4]
+    assert "gave one accelerator of each node 1.50 GB/s" in remarks[4] and "network.json" in remarks[4]
