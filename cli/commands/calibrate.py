@@ -97,8 +97,12 @@ def _read_network(run_dir: Path) -> MeasuredNetwork | None:
     from ...ds_configs.specs.yaml_file import read_small_file
     from ...ds_configs.step_time.measured_network import FILE_NAME, network_from_text
 
-    file = run_dir / FILE_NAME if run_dir.is_dir() else run_dir
-    if file.name != FILE_NAME or not file.is_file():
+    file = run_dir if run_dir.name == FILE_NAME else run_dir / FILE_NAME
+    try:
+        if not file.is_file():
+            return None
+    except OSError:
+        # What cannot be a path is told with the measurement.
         return None
     return network_from_text(read_small_file(file, what="network"), source=str(file))
 
