@@ -72,6 +72,7 @@ def test_a_run_that_is_asked_to_stop_loses_nothing(inputs: Path, tmp_path: Path)
     (record,) = stopped.glob("out/checkpoints/*/checkpoint_complete.json")
     done = int(record.parent.name.removeprefix("checkpoint-"))
     assert done < settings["save_steps"]
+    assert f"note: stopped: checkpoint-{done} is whole, and the same command with --resume goes on from it" in told
     again, found = trained(inputs, "llama", stopped, f"{flags} --resume", **settings)
     assert again == expected
     assert found["cross_entropy"] == shown["cross_entropy"]

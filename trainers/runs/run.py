@@ -21,7 +21,7 @@ from ...ds_configs.plan.output import disk_faults, reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
 from ...ds_configs.plan.write import write_files
-from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
+from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.huggingface_hub.push import pushed
 from ...plugins.launching.notes import Notify, OnProgress
@@ -29,7 +29,7 @@ from ..data.samples import Samples
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
 from ..reports.read import TRAINING_FILE
-from .checkpoints import CHECKPOINTS
+from .checkpoints import CHECKPOINTS, last_checkpoint
 from .inputs import evaluation_batch_size
 from .launch import checking_launch, compile_operators, planned_launch, run_launches, write_job
 from .progress import Figures, OnFigures, OnStep
@@ -150,7 +150,23 @@ def run_training(
     ):
         how: dict[str, Any] = {"notify": notify, "on_progress": on_progress, "on_figures": on_figures}
         how |= {"resume": resume, "check_nodes": check_nodes, "command": command}
-        return _run_training(prepared, output_dir, **how)
+        try:
+            return _run_training(prepared, output_dir, **how)
+        # Ctrl-C, and SIGTERM to the command.
+        except (KeyboardInterrupt, SystemExit):
+            notify(_what_is_left(output_dir))
+            raise
+
+
+def _what_is_left(output_dir: Path) -> str:
+    """Return what a training that was stopped can go on from."""
+    try:
+        last = last_checkpoint(output_dir)
+    except RefusedInputError as error:
+        return f"stopped: {error}"
+    if last is None:
+        return "stopped before there was a checkpoint"
+    return f"stopped: {last.name} is whole, and the same command with --resume goes on from it"
 
 
 def run_part(
