@@ -34,6 +34,9 @@ def main(place: str, *command: str) -> int:
     """Run a command and draw it."""
     environment = os.environ | {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    if not done.stdout.strip():
+        print(f"{place} stays as it is: the command printed nothing", file=sys.stderr)
+        return done.returncode or 1
     Path(place).write_text(screenshot(done.stdout.rstrip(), title=" ".join(command)), encoding="utf-8")
     return done.returncode
 
