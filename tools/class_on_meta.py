@@ -58,6 +58,8 @@ class ClassOnMeta:
         self.defaults |= self.required
         kept = {name: value for name, value in self.defaults.items() if is_kept(name, value)}
         self.defaults = {name: None if value == [] else value for name, value in kept.items()}
+        rotary = config.get_text_config().to_dict().get("rope_parameters") or {}
+        self.rotary_factor = rotary.get("partial_rotary_factor")
         self.names = {"": dict(config_class.attribute_map)}
         self.text = ""
         text = config.get_text_config()

@@ -113,7 +113,8 @@ def _goes_with_heads(field: str) -> bool:
 def _may_be_size(field: str) -> bool:
     return bool(
         re.search(
-            r"(head_dim|heads|_layers|intermediate_size|ffn_hidden_size|n_inner|_rank|_dim|window|chunk_size)$", field
+            r"(head_dim|heads|_layers|intermediate_size|ffn_hidden_size|n_inner|_rank|_dim|window|chunk_size|hidden_size)$",
+            field,
         )
     )
 
@@ -140,7 +141,7 @@ def switches_of(on_meta: ClassOnMeta, varied: list[str]) -> Iterator[tuple[str, 
                 yield field, None
         elif type(value) is int and field in varied and _may_be_size(field):
             yield field, None
-        elif type(value) is int and value == 0:
+        elif value == "auto" or (type(value) is int and value == 0):
             yield field, "size"
     for field, others in OTHER_KINDS.get(on_meta.model_type, {}).items():
         yield from ((field, other) for other in others)
@@ -271,6 +272,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
         "values": on_meta.defaults,
         "read": sorted(on_meta.read),
         "apart": list(APART.get(on_meta.model_type, ())),
+        "rotary_factor": on_meta.rotary_factor,
         "computed": on_meta.computed,
         "implied": on_meta.implied,
         "required": sorted(on_meta.required),

@@ -47,7 +47,8 @@ def load_shapes() -> Mapping[str, Any]:
 
     A class has `model_type`, `values` (the defaults of its configuration), `names` (of the standard fields), `varied`
     (fields with the kinds of values that were traced), `required`, `implied` (by others, where they
-    are not stated), `derived` and `computed` fields (which it never reads), switches
+    are not stated), `derived` and `computed` fields (which it never reads),
+    `rotary_factor` (the share of a head that is rotated), switches
     of which one alone may be turned (`apart`), others
     that its code looks for (`read`), `parameters`, `buffers` and `tied` as
     expressions with the kinds of values (`when`) under which they hold.
@@ -206,14 +207,16 @@ def _is_covered(field: str, value: Any, config: Mapping[str, Any], stored: Mappi
     if field in stored["varied"]:
         return value_kind(value) in stored["varied"][field] and (value is not None or field not in stored["implied"])
     if name in _ROTARY_FIELDS:
-        return _rotary_factor(value) in (None, stored["values"].get("partial_rotary_factor"))
+        return _rotary_factor(value) in (None, stored["rotary_factor"])
     if name.endswith("layer_types"):
         known = stored["layer_types"].get(field, [])
         return value is None or (isinstance(value, list) and len(value) > 0 and set(value) <= set(known))
     if name.endswith(_ACTIVATION_FIELDS) and value in _PLAIN_ACTIVATIONS:
         return True
     if NO_SHAPE.search(name) or name.endswith(OTHER_SETTINGS):
-        return not isinstance(value, dict | list) or name in ("architectures", "id2label", "label2id")
+        return not isinstance(value, dict) or name in ("id2label", "label2id")
+    if name == "no_rope_layers" and "layer_types" in config:
+        return True
     if field not in stored["values"]:
         return name not in stored["read"]
     return bool(stored["values"][field] == (None if value == [] else value))
