@@ -43,6 +43,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.modeling_utils import set_zero3_state
 
 STEPS = WARM_UP_STEPS + 1
 
@@ -70,7 +71,10 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
             model = _four_bit_model(model_config, dtype, strategy.engine)
         else:
             auto_class = _auto_class(plan.model.architecture, model_config)
-            model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False)
+            if strategy.zero_stage == 3 and hasattr(model_config, "vision_config"):
+                model = _read_model(auto_class, model_config, dtype)
+            else:
+                model = _without_zeros(auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False))
         if job.method != "full":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
         trainer = _trainer(plan, arguments, model, samples)
@@ -83,6 +87,33 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
         trainer.train()
         reading = meter.reading()
     return reading
+
+
+def _read_model(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Random weights that are divided while they are read.
+
+    `from_config` fails on towers under ZeRO-3: `initialize_weights_zero3` (transformers 5.17) gathers a module's own
+    parameters, and SigLIP's modules draw those of their children ("Fan in and fan out can not be computed").
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        config.to_json_file(f"{directory}/config.json")
+        # Else the tower, which the model makes by `from_config`, would be divided here.
+        with set_zero3_state():
+            whole = _without_zeros(auto_class._model_mapping[type(config)](config).to(dtype))
+        save_model(whole, f"{directory}/model.safetensors", metadata={"format": "pt"})
+        del whole
+        return auto_class.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+
+
+def _without_zeros(model: Any) -> Any:
+    """The model without matrices of zeros: Gemma 3 draws its projection so, and gradients of image tokens are infinite.
+
+    DeepSpeed's ZeRO-2 then steps over its optimizer, which makes no states.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.numel() and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def _four_bit_model(config: Any, dtype: torch.dtype, engine: str) -> Any:
@@ -161,7 +192,8 @@ def _samples(plan: Plan, config: Any) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     count = plan.chosen.strategy.global_batch_size * STEPS
     words = plan.model.dimensions.vocab_size
-    tokens = torch.randint(3, max(words, 4), (count, plan.job.seq_len_tokens), generator=generator)
+    # The last of the vocabulary may stand for an image.
+    tokens = torch.randint(3, max(words - 1, 4), (count, plan.job.seq_len_tokens), generator=generator)
     vision = getattr(config, "vision_config", config)
     columns = {"input_ids": tokens, "labels": tokens}
     if plan.model.task == "seq2seq" and hasattr(config, "num_mel_bins"):
@@ -170,6 +202,11 @@ def _samples(plan: Plan, config: Any) -> list[dict[str, torch.Tensor]]:
     elif hasattr(vision, "image_size"):
         pixels = (count, vision.num_channels, vision.image_size, vision.image_size)
         columns["pixel_values"] = torch.randn(pixels, generator=generator)
+        if hasattr(config, "mm_tokens_per_image"):
+            # As the processor marks them: tokens of an image see each other.
+            image = slice(config.mm_tokens_per_image)
+            columns["token_type_ids"] = torch.zeros_like(tokens)
+            columns["token_type_ids"][:, image], tokens[:, image] = 1, config.image_token_id
         if plan.model.task == "contrastive":
             del columns["labels"]
         elif not words:

@@ -116,7 +116,11 @@ def estimate_kinds(
         UnknownFamilyError: nothing is stored for the class, mode, adapter or attention.
     """
     family = stored_family(model)
-    table = None if family is None else family["tables"].get(mode, {}).get(adapter, {}).get(attention)
+    stored = {} if family is None else family["tables"].get(mode, {}).get(adapter, {})
+    if attention != "eager" and "fused" not in stored and "masked" in stored:
+        # Images in text bring a mask to every batch.
+        attention = "masked"
+    table = stored.get(attention)
     if family is None or table is None:
         raise UnknownFamilyError(
             f"model = {model.architecture!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and "

@@ -18,6 +18,7 @@ from .kind_sizes import (
     draw_deepseek_v3,
     draw_distilbert,
     draw_falcon,
+    draw_gemma3,
     draw_gpt_neox,
     draw_grouped_experts,
     draw_llama4,
@@ -50,7 +51,7 @@ class KindFamily:
     settings: tuple[str, ...] = ()
     """Values of the configuration that change which operators run: others than the traced ones have the bound."""
     inputs: str = "text"
-    """What the model reads: `text`, `text pair`, `image`, `image and text`, `sound`."""
+    """What the model reads: `text`, `text pair`, `image`, `image and text`, `image in text`, `sound`."""
     attentions: tuple[str, ...] = ("fused", "eager")
     adapters: tuple[Adapter, ...] = ("none", "lora_all_linear")
     """PEFT 0.21 adapts routed experts too, and bytes then grow with the weights: mixtures have the first alone."""
@@ -102,6 +103,13 @@ def _llama4(values: Values, depths: Mapping[str, int]) -> Values:
     }
 
 
+def _gemma3(values: Values, depths: Mapping[str, int]) -> Values:
+    found = _towers(values, depths)
+    # Both stand in published models, and each has its own rotation.
+    kinds = (["sliding_attention", "full_attention"] * depths["text"])[: depths["text"]]
+    return found | {"text_config": found["text_config"] | {"layer_types": kinds}}
+
+
 def taking_turns(depths: Mapping[str, int]) -> list[str]:
     """Return kinds of layers in turns, the last ones one of each in the order of the mapping.
 
@@ -142,6 +150,13 @@ _LATENT: dict[str, Any] = {
 """Latent attention, its first layers dense (DeepSeek)."""
 _VISION = "sequence*vision_config.patches"
 _VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
+_TOWER = (
+    *(f"sequence*vision_config.{width}" for width in _VISION_WIDTHS),
+    *(f"{_VISION}*vision_config.{width}" for width in _VISION_WIDTHS),
+    *(_VISION, f"{_VISION}*vision_config.patches*vision_config.num_attention_heads", "vision_config.patches"),
+    "sequence*vision_config.image_size*vision_config.image_size",
+)
+_POOLED = tuple(f"sequence*mm_tokens_per_image{width}" for width in ("", "*hidden_size", "*vision_config.hidden_size"))
 _FRAMES = "sequence*max_source_positions"
 
 KIND_FAMILIES: Mapping[str, KindFamily] = {
@@ -304,10 +319,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         more=(
             *_TEXT,
             *("token*position*attention_heads", "sequence*hidden_size", "sequence*projection_dim", "sequence*sequence"),
-            *(f"sequence*vision_config.{width}" for width in _VISION_WIDTHS),
-            *(f"{_VISION}*vision_config.{width}" for width in _VISION_WIDTHS),
-            *(_VISION, f"{_VISION}*vision_config.patches*vision_config.num_attention_heads", "vision_config.patches"),
-            "sequence*vision_config.image_size*vision_config.image_size",
+            *_TOWER,
         ),
         depth=_towers,
         kinds={
@@ -316,6 +328,23 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         },
         settings=("text_config.hidden_act", "vision_config.hidden_act"),
         inputs="image and text",
+    ),
+    "Gemma3ForConditionalGeneration": KindFamily(
+        model_type="gemma3",
+        sizes=draw_gemma3,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=(*_TEXT, "position*head_dim", *_TOWER, "vision_config.patches*vision_config.hidden_size", *_POOLED),
+        depth=_gemma3,
+        kinds={
+            "vision": "model.vision_tower.encoder.layers.*.mlp.fc2.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=(
+            *("text_config.hidden_activation", "text_config.use_bidirectional_attention", "text_config.model_type"),
+            *("vision_config.hidden_act", "vision_config.num_channels", "vision_config.model_type"),
+        ),
+        inputs="image in text",
+        attentions=("masked",),
     ),
 }
 """By the class that is traced."""

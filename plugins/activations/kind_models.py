@@ -112,14 +112,18 @@ def model_inputs(architecture: str, shape: KindShape, model: Any) -> dict[str, t
     batch = shape.micro_batch_size
     found: dict[str, Any] = {}
     element = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    if family.inputs in ("text", "text pair", "image and text"):
+    if "text" in family.inputs:
         words = config.get_text_config().vocab_size
         found["input_ids"] = torch.randint(3, words - 1, (batch, shape.seq_len_tokens))
-    if family.inputs in ("image", "image and text"):
+    if "image" in family.inputs:
         vision = getattr(config, "vision_config", config)
         found["pixel_values"] = torch.randn(batch, vision.num_channels, vision.image_size, vision.image_size)
     if family.inputs == "sound":
         found["input_features"] = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    if family.inputs == "image in text":
+        found["token_type_ids"] = torch.zeros_like(found["input_ids"])
+        image = slice(config.mm_tokens_per_image)
+        found["input_ids"][:, image], found["token_type_ids"][:, image] = config.image_token_id, 1
     found = {name: value.to(element) if value.is_floating_point() else value for name, value in found.items()}
     if family.inputs == "image":
         found["labels"] = torch.randint(0, config.num_labels, (batch,))

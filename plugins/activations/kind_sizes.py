@@ -141,6 +141,21 @@ def draw_clip(choose: random.Random) -> Values:
     }
 
 
+def draw_gemma3(choose: random.Random) -> Values:
+    """Draw sizes of Gemma 3 and of its tower, whose patches are pooled to a square of tokens."""
+    text, vision = draw_cohere(choose), draw_vit(choose)
+    side, patch = choose.choice([2, 3]), choose.choice([2, 4, 6])
+    del vision["num_labels"]
+    width = 8 * text["num_attention_heads"] * choose.randint(1, 3)
+    return {
+        "text_config": text | {"head_dim": choose.choice([8, 16, 24, 32]), "hidden_size": width, "pad_token_id": 0},
+        "vision_config": vision | {"patch_size": patch, "image_size": patch * side * choose.choice([3, 5])},
+        "mm_tokens_per_image": side**2,
+        # The last of the vocabulary, which random text has none of.
+        "image_token_index": text["vocab_size"] - 1,
+    }
+
+
 def _experts(choose: random.Random, *, count: str) -> Values:
     return {count: choose.choice([4, 6, 10, 12]), "num_experts_per_tok": choose.choice([2, 3, 4])}
 

@@ -173,7 +173,7 @@ def kind_table_names(family: KindFamily) -> list[tuple[Mode, Adapter, str]]:
         for mode in get_args(Mode)
         for adapter in family.adapters
         for attention in family.attentions
-        if (adapter == "none" or (mode == "bf16" and (attention == "fused" or "fused" not in family.attentions)))
+        if (adapter == "none" or (mode == "bf16" and attention == family.attentions[0]))
         and (attention != "math" or mode == "fp32")
     ]
 
