@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock
+
 NAMES = ("shardwright-1", "shardwright-2")
 _BRIDGE = "shardwright-b"
 _NETWORK = "10.83.7."
+_LOCK = "/run/shardwright-hosts.lock"
 _NOT_INHERITED = ("PYTHON_EXEC", "TMPDIR", "SHARDWRIGHT_LAUNCH_TOKEN")
 """Warm processes answer on this machine's own network; a directory of the session is none of a host's."""
 
@@ -79,13 +82,14 @@ def environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def two_hosts(directory: Path) -> Iterator[Hosts]:
-    """Make the network of two hosts, and take everything away in the end."""
+    """Make the network of two hosts, and take everything away in the end; another run on this machine is waited for."""
     hosts = Hosts(directory)
-    hosts.make()
-    try:
-        yield hosts
-    finally:
-        hosts.remove()
+    with FileLock(_LOCK):
+        hosts.make()
+        try:
+            yield hosts
+        finally:
+            hosts.remove()
 
 
 def _ip(*words: str, check: bool = True) -> None:
