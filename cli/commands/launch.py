@@ -32,6 +32,8 @@ _OF_ENGINES = {
     "name": ("slurm", "ray", "kubernetes", "jobset", "skypilot"),
     "image": ("kubernetes", "jobset"),
     "volume": ("kubernetes", "jobset"),
+    "min_nodes": ("ssh",),
+    "nodes": ("local",),
     "node_rank": ("local",),
     "main_address": ("local",),
     "main_port": ("local", "ssh"),
@@ -62,11 +64,15 @@ class LaunchOptions(ConfigOption):
     address: str | None = Field(
         None, description="HOST:PORT of a Ray cluster. Default: RAY_ADDRESS, else the cluster of this machine"
     )
+    min_nodes: int | None = Field(
+        None, ge=1, description="Fewest machines that a restart goes on with, at the same global batch. Default: all"
+    )
     sbatch: Names = Field((), description="Further options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
     name: str = Field("shardwright", description="What the scheduler calls it")
     image: str | None = Field(None, description="Container image with shardwright, for kubernetes and jobset")
     volume: str | None = Field(None, description="Claim that all pods write to, as CLAIM:/PATH")
     node_rank: int | None = Field(None, ge=0, description="Place of this machine, where you start each yourself")
+    nodes: int | None = Field(None, ge=1, description="Machines that there are, where fewer than the plan has go on")
     main_address: str | None = Field(None, description="Name or address of machine 0, where ranks meet")
     main_port: int = Field(MAIN_PORT, ge=1, le=65534, description="TCP port there; the next one compares the machines")
     check_nodes: bool = Field(True, description="Compare versions, accelerators, links, clocks, memory and disk first")
@@ -115,7 +121,9 @@ def launch_command(
 
     place = None
     if options.node_rank is not None and options.main_address is not None:
-        place = NodePlace(rank=options.node_rank, main_address=options.main_address, main_port=options.main_port)
+        place = NodePlace(
+            rank=options.node_rank, main_address=options.main_address, main_port=options.main_port, nodes=options.nodes
+        )
     if options.until_stdin_closes:
         stop_with_stdin()
     launch_plan(
@@ -150,6 +158,8 @@ def _option_faults(options: LaunchOptions) -> list[Fault]:
     if options.on == "local" and len(missing) == 2 and options.main_port != MAIN_PORT:
         rule, fix = "is for one of several machines", "state --node-rank and --main-address beside it"
         faults.append(Fault(where="main_port", value=options.main_port, rule=rule, fix=fix))
+    if options.on == "local" and len(missing) == 2 and options.nodes is not None:
+        faults.append(Fault(where="nodes", value=options.nodes, rule="needs --node-rank and --main-address beside it"))
     if len(missing) == 1:
         given = next(name for name in stated if name not in missing)
         rule = f"needs --{missing[0].replace('_', '-')} beside it"
@@ -184,11 +194,32 @@ def _launch_on_cluster(
     return _in_slurm(job, options) if options.on == "slurm" else _by_manifest(job, options)
 
 
+def _least_nodes(job: ClusterJob, options: LaunchOptions) -> int:
+    """Return with how many nodes a restart may go on.
+
+    Raises:
+        UsageError: the plan can go on with no part of its nodes, or a script would not know of it.
+    """
+    from ...ds_configs.plan.fewer_nodes import most_nodes, on_fewer_nodes
+    from ...trainers.training.script import PLAN_FLAGS
+
+    plan, nodes = job.plan, job.plan.hardware.nodes
+    least = options.min_nodes or nodes
+    if least != nodes and most_nodes(plan, nodes - 1, least=least) is None:
+        on_fewer_nodes(plan, least)
+    if least < nodes and job.script is not None and PLAN_FLAGS not in job.arguments:
+        rule, fix = "needs the plan's global batch in your script", f"take it with {PLAN_FLAGS} among its arguments"
+        raise UsageError(Fault(where="min_nodes", value=least, rule=rule, fix=fix))
+    return least
+
+
 def _over_ssh(job: ClusterJob, plan_directory: Path, options: LaunchOptions) -> int:
+    from ...ds_configs.plan.fewer_nodes import most_nodes
     from ...plugins.clusters.ssh import Hosts, node_launches, read_hostfile, run_over_ssh
 
     names = read_hostfile(options.hostfile or plan_directory / "hostfile", job.plan)
     hosts = Hosts(names=names, ssh_config=options.ssh_config)
+    least, plan = _least_nodes(job, options), job.plan
     if options.dry_run:
         for launch in node_launches(job, hosts, port=options.main_port, directory=Path.cwd()):
             print(" ".join([*(launch.program or ()), *launch.arguments]))
@@ -201,6 +232,7 @@ def _over_ssh(job: ClusterJob, plan_directory: Path, options: LaunchOptions) -> 
         wait_seconds=options.wait_for_nodes,
         on_line=_print_line,
         notify=note,
+        most=lambda there: most_nodes(plan, there, least=least),
     )
     return 0
 

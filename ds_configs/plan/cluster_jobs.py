@@ -50,6 +50,7 @@ class ClusterJob:
         """Return the command of one node; `options` are further ones than the job has."""
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
         words = [*self.program, "launch", self.directory, "--node-rank", str(place.rank), *meeting]
+        words += [] if place.nodes is None else ["--nodes", str(place.nodes)]
         words += [*self.options, *options]
         return [*words, "--", *self.words_behind]
 

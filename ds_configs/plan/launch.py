@@ -32,6 +32,8 @@ class NodePlace:
     """Name or address of machine 0."""
     main_port: int | str = MAIN_PORT
     """TCP port there."""
+    nodes: int | None = None
+    """How many machines there are, where those are fewer than `accelerate.yaml` says."""
 
     @property
     def is_first(self) -> bool:
@@ -56,6 +58,8 @@ def launch_arguments(plan: Plan, *, directory: str = ".", place: NodePlace | Non
     if place is not None:
         meeting = ["--machine_rank", str(place.rank), "--main_process_ip", place.main_address]
         meeting += ["--main_process_port", str(place.main_port)]
+        if place.nodes is not None:
+            meeting += ["--num_machines", str(place.nodes), "--num_processes", str(hardware.world_size)]
     return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", *meeting, "-m", *training]
 
 

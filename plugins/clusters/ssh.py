@@ -12,8 +12,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -120,12 +120,15 @@ def exported_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
-    """Return one launch for each host; its ranks meet at a port of the first."""
+def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path, nodes: int | None = None) -> list[Launch]:
+    """Return one launch for each host; its ranks meet at a port of the first.
+
+    `nodes` is their number where some of the plan's are missing.
+    """
     exported = [f"{name}={value}" for name, value in exported_variables().items()]
     launches = []
     for rank, host in enumerate(hosts.names):
-        place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port)
+        place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port, nodes=nodes)
         # ssh hands one text to the host's shell.
         words = ["env", *exported, *job.node_words(place, "--until-stdin-closes")]
         text = f"cd {shlex.quote(str(directory))} && exec {shlex.join(words)}"
@@ -142,6 +145,7 @@ def run_over_ssh(
     wait_seconds: float,
     on_line: Callable[[str], None],
     notify: Notify,
+    most: Callable[[int], int | None] = lambda _: None,
 ) -> None:
     """Run a plan on hosts and wait for its end; a run that fails goes on from its newest whole checkpoint.
 
@@ -153,6 +157,7 @@ def run_over_ssh(
         wait_seconds: How long a host that does not answer is waited for.
         on_line: Receives every line that ranks print.
         notify: Receives remarks.
+        most: Says with how many of the hosts that answer a restart goes on where others do not; `None` for none.
 
     Raises:
         UsageError: there is no ssh.
@@ -160,9 +165,20 @@ def run_over_ssh(
     """
     if faults := program_faults("ssh", "ssh"):
         raise UsageError(faults)
+    every = hosts
     for attempt in range(restarts + 1):
-        wait_for_hosts(hosts, wait_seconds=wait_seconds if attempt else 0.0, notify=notify)
-        launches = node_launches(job.resumed() if attempt else job, hosts, port=port, directory=Path.cwd())
+        nodes = None
+        try:
+            wait_for_hosts(every, wait_seconds=wait_seconds if attempt else 0.0, notify=notify)
+            hosts = every
+        except SilentHostsError as error:
+            left = [name for name in every.names if name not in error.hosts]
+            nodes = most(len(left)) if attempt else None
+            if nodes is None:
+                raise
+            hosts = replace(every, names=tuple(left[:nodes]))
+            notify(f"no answer from {', '.join(error.hosts)}: going on with {nodes} of {len(every.names)} machines")
+        launches = node_launches(job.resumed() if attempt else job, hosts, port=port, directory=Path.cwd(), nodes=nodes)
         try:
             run_together(launches, timeout_seconds=_LONGEST_RUN_SECONDS, on_line=on_line)
         except LaunchFailedError as error:
@@ -173,11 +189,20 @@ def run_over_ssh(
             return
 
 
+class SilentHostsError(ShardwrightError):
+    """Hosts that do not answer."""
+
+    def __init__(self, message: str, hosts: Sequence[str]) -> None:
+        super().__init__(message)
+        self.hosts = tuple(hosts)
+        """Their names."""
+
+
 def wait_for_hosts(hosts: Hosts, *, wait_seconds: float, notify: Notify) -> None:
     """Return once every host answers.
 
     Raises:
-        ShardwrightError: one does not, after that time.
+        SilentHostsError: one does not, after that time.
     """
     deadline = time.monotonic() + wait_seconds
     told = False
@@ -193,9 +218,10 @@ def wait_for_hosts(hosts: Hosts, *, wait_seconds: float, notify: Notify) -> None
         names = ", ".join(host for host, _ in silent)
         if time.monotonic() >= deadline:
             last = silent[0][1].decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
-            raise ShardwrightError(
+            raise SilentHostsError(
                 f"{names}: ssh gets no answer ({last[0]}); name hosts that `ssh HOST true` reaches without a password, "
-                "with --ssh-config for settings of their own"
+                "with --ssh-config for settings of their own",
+                [host for host, _ in silent],
             )
         if not told:
             notify(f"waiting {wait_seconds:.0f} s for {names}, which the plan needs")

@@ -57,6 +57,29 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
     assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
 
 
+def test_a_run_goes_on_with_the_host_that_is_left(
+    plan: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
+) -> None:
+    """The first host dies, where ranks met; the second alone takes twice the micro-batches, from a checkpoint."""
+    losses, output = tmp_path / "losses.json", tmp_path / "output"
+    settings = json.loads((plan / "training_arguments.json").read_text())
+    (plan / "training_arguments.json").write_text(json.dumps(settings | {"save_strategy": "steps", "save_steps": 20}))
+    command = [sys.executable, "-m", "shardwright", "launch", str(plan), *over_ssh, "--no-check-nodes"]
+    command += ["--restarts", "1", "--wait-for-nodes", "0", "--min-nodes", "1", "--", *training(losses)]
+    with output.open("w") as written:
+        running = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env=environment())
+        until((plan / "model" / "checkpoint-20" / "checkpoint_complete.json").exists, 200, "checkpoint", output)
+        hosts.kill(NAMES[0])
+        try:
+            assert running.wait(timeout=300) == 0, output.read_text()
+        finally:
+            start_sshd(hosts, NAMES[0])
+    assert f"no answer from {NAMES[0]}: going on with 1 of 2 machines" in output.read_text()
+    found = read_losses(losses)
+    assert len(found) <= len(local_losses) - 20
+    assert found == pytest.approx(local_losses[-len(found) :], abs=1e-5)
+
+
 def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardwright", "launch", str(plan), *over_ssh, "--no-check-nodes"]
     command += ["--", *training(tmp_path / "losses.json", steps=100_000)]

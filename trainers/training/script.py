@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.deepspeed_copy import copy_faults
+from ...ds_configs.plan.fewer_nodes import on_fewer_nodes
 from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
+from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...plugins.launching.launch import run_together
 from ...plugins.launching.notes import Notify
@@ -20,6 +23,7 @@ from ..runs.launch import LONGEST_RUN_SECONDS, checking_launch, compile_operator
 
 PLAN_FLAGS = "@plan"
 """Argument of a script in whose place the plan's arguments stand, as flags."""
+_ARGUMENTS, _ACCUMULATION = "training_arguments.json", "gradient_accumulation_steps"
 _RANK = f"{__package__}.script_rank"
 
 
@@ -39,7 +43,7 @@ def launch_plan(
         plan_directory: What `shardwright plan` wrote.
         script: Python file; it runs as `__main__`, with its arguments. `None` for the plan's own training.
         arguments: Of the script or the training; `@plan` stands for the plan's `TrainingArguments` as flags.
-        place: This machine's among the several of the plan; `None` for a plan of one.
+        place: This machine's among the several of the plan, or among fewer; `None` for a plan of one.
         check_nodes: Whether several machines are compared first.
         on_line: Receives every line that ranks print.
         notify: Receives remarks.
@@ -57,6 +61,10 @@ def launch_plan(
         faults += script_faults(script)
     if faults:
         raise UsageError(faults)
+    changed: dict[str, Any] = {}
+    if place is not None and place.nodes is not None:
+        whole, plan = plan, on_fewer_nodes(plan, place.nodes)
+        changed = _changed_arguments(whole, plan, plan_directory, script, arguments)
     strategy = plan.chosen.strategy
     if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
         compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
@@ -67,9 +75,32 @@ def launch_plan(
     words = with_plan_flags(arguments, plan)
     worker = None if script is None else [_RANK, str(plan_directory.absolute()), str(script), *words]
     launched = planned_launch(worker, plan, plan_directory, place=place)
-    if worker is None:
-        launched = replace(launched, arguments=(*launched.arguments, *words))
-    run_together([launched], **ran)
+    with tempfile.TemporaryDirectory(prefix="shardwright-nodes-") as directory:
+        if worker is None:
+            if changed:
+                write_files({_ARGUMENTS: json.dumps(changed)}, Path(directory))
+                words = ["--training-arguments", f"{directory}/{_ARGUMENTS}", *words]
+            launched = replace(launched, arguments=(*launched.arguments, *words))
+        run_together([launched], **ran)
+
+
+def _changed_arguments(
+    whole: Plan, fewer: Plan, plan_directory: Path, script: Path | None, arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Return the plan's `TrainingArguments` as they lie in its directory, with those that fewer nodes change.
+
+    Raises:
+        UsageError: a script does not get them, because it does not take the plan's; another accumulation lies there.
+    """
+    if script is not None and PLAN_FLAGS not in arguments:
+        rule, fix = "has a global batch of its own", f"take the plan's, with {PLAN_FLAGS} among its arguments"
+        raise UsageError(Fault(where="script", value=str(script), rule=rule, fix=fix))
+    own: dict[str, Any] = json.loads((plan_directory / _ARGUMENTS).read_text(encoding="utf-8"))
+    before, after, name = planned_training_arguments(whole), planned_training_arguments(fewer), _ACCUMULATION
+    if own.get(name, 1) != before[name]:
+        fix = "plan again with this global batch, or bring back all nodes"
+        raise UsageError(Fault(where=name, value=own.get(name), rule=f"is not the plan's {before[name]}", fix=fix))
+    return own | {name: value for name, value in after.items() if before.get(name) != value}
 
 
 def stated_output(arguments: Sequence[str]) -> str | None:

@@ -19,6 +19,8 @@ from shardwright.cli.main import run
         (["--on", "slurm", "--dry-run", "--sbatch=--time=1\n#SBATCH --uid=0"], "must read --NAME=VALUE"),
         (["--on", "ssh", "--address", "a:6379"], "address = 'a:6379': is for --on ray, not ssh"),
         (["--on", "ray", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not ray"),
+        (["--on", "slurm", "--min-nodes", "1"], "min_nodes = 1: is for --on ssh, not slurm"),
+        (["--nodes", "1"], "nodes = 1: needs --node-rank and --main-address"),
         (["--on", "jobset", "--sbatch=--time=1"], "is for --on slurm, not jobset"),
     ],
 )

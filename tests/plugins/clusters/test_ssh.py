@@ -98,6 +98,35 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(plan: Plan, hosts: P
     assert told[1] == "waiting 60 s for host-1, which the plan needs"
 
 
+def test_a_restart_goes_on_with_the_hosts_that_answer(plan: Plan, hosts: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    lines: list[str] = []
+
+    def lose() -> None:
+        while not (hosts / "ran").exists() or len((hosts / "ran").read_text().splitlines()) < 2:
+            time.sleep(0.02)
+        (hosts / "host-0").unlink()
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    run_over_ssh(
+        job_of(plan, tmp_path),
+        Hosts(names=("host-0", "host-1")),
+        port=29500,
+        restarts=1,
+        wait_seconds=0,
+        on_line=lines.append,
+        notify=told.append,
+        most=lambda there: there,
+    )
+    thread.join()
+    assert lines == ["went on 0"]
+    assert told[1] == "no answer from host-0: going on with 1 of 2 machines"
+    (words,) = [shlex.split(line) for line in (hosts / "ran").read_text().splitlines()[2:]]
+    assert words[words.index("--nodes") + 1] == "1"
+    assert words[words.index("--main-address") + 1] == "host-1"
+
+
 def test_a_host_that_never_answers_is_named(plan: Plan, hosts: Path, tmp_path: Path) -> None:
     names = Hosts(names=("host-0", "host-2"))
     with pytest.raises(ShardwrightError, match=r"host-2: ssh gets no answer \(no route to host-2\)"):
