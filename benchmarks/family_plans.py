@@ -236,9 +236,10 @@ What trains each class of Transformers is on [another page](family_trainers.md);
 in [a guide](../guides/add_a_family.md).
 
 - Plans are of the default configuration, full training on `{HARDWARE}`. {exact} of {len(rows)} have exactly the
-  parameters of the class that Transformers builds on the meta device. The first plan of a class builds it there and
-  loads its module; the slowest second plan takes {slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are those of
-  one slow core, without waiting for others.
+  parameters of the class that Transformers builds on the meta device, where a first plan of a class without stored
+  shapes ([how](../guides/add_a_family.md)) has to build it too. The
+  slowest second plan takes {slowest["warm"]:.2f} s ({slowest["class"]}). Seconds are
+  those of one slow core, without waiting for others.
 - Activations are *stored* where traced coefficients of the family ship with the package (`ds_configs/data`), and an
   *upper bound* from the model's structure elsewhere ([how](../explain/memory.md)).
 - Legal are engines and axes of the layouts that were weighed.

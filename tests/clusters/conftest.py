@@ -162,7 +162,7 @@ def slurm(hosts: Hosts, work: Path) -> Iterator[str]:
         "SlurmdTimeout=10",
         "MpiDefault=none",
         *(f"NodeName={name} NodeAddr={address} CPUs=2 RealMemory=4000" for name, address in hosts.addresses.items()),
-        f"PartitionName=main Nodes={','.join(NAMES)} Default=YES MaxTime=INFINITE State=UP",
+        f"PartitionName=main Nodes={','.join(NAMES)} Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE",
     ]
     config = directory / "slurm.conf"
     config.write_text("\n".join(lines) + "\n")
