@@ -183,7 +183,8 @@ def run_part(
         ShardwrightError: a rank failed, here or elsewhere; says which and why.
     """
     with _workplace() as work:
-        _launch(prepared, output_dir, work, resume=resume, check_nodes=check_nodes, notify=notify)
+        settings = _with_weights_here(prepared)
+        _launch(prepared, settings, output_dir, work, resume=resume, check_nodes=check_nodes, notify=notify)
 
 
 def _workplace() -> tempfile.TemporaryDirectory[str]:
@@ -209,9 +210,11 @@ def _run_training(
         on_progress("step", step, steps)
 
     with _workplace() as work:
+        # Before anything is written: the Hub may not have them.
+        settings = _with_weights_here(prepared)
         plan.write(output_dir.absolute() / PLAN_DIRECTORY, force=True)
         how: dict[str, Any] = {"resume": resume, "check_nodes": check_nodes, "notify": notify}
-        _launch(prepared, output_dir, work, on_step=on_step, **how)
+        _launch(prepared, settings, output_dir, work, on_step=on_step, **how)
         result = json.loads((Path(work) / RESULT_FILE).read_text(encoding="utf-8"))
     facts = {
         "settings": prepared.settings,
@@ -233,6 +236,7 @@ def _run_training(
 
 def _launch(
     prepared: PreparedTraining[Any],
+    settings: LaunchedSettings,
     output_dir: Path,
     directory: str,
     *,
@@ -243,7 +247,7 @@ def _launch(
 ) -> None:
     """Leave what ranks read in a directory of this machine, and run its ranks to their end."""
     plan, place, work = prepared.plan, prepared.place, Path(directory)
-    fields = _job_fields(prepared, output_dir, resume=resume) | {"settings": _with_weights_here(prepared)}
+    fields = _job_fields(prepared, output_dir, resume=resume) | {"settings": settings}
     job = prepared.job(fields, work, resume=resume, notify=notify)
     # The output directory may be seen by all machines, and the first alone writes there.
     plan_directory = work / PLAN_DIRECTORY
