@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,24 +28,56 @@ class MachineOptions(Settings):
     """Machines that run a command together."""
 
     group = "Machines"
+    engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "hostfile": ("ssh",),
+        "ssh_config": ("ssh",),
+        "node_rank": ("local",),
+        "main_address": ("local",),
+        "main_port": ("local", "ssh"),
+        "until_stdin_closes": ("local",),
+    }
+    """Options that some values of `on` know and others would pass over."""
 
-    on: Literal["local", "ssh"] = Field(
-        "local", description="ssh: run this command on each machine of --hostfile, from this directory"
-    )
+    on: str = Field("local", description="What starts the machines")
     hostfile: Path | None = Field(None, description="Machines for ssh, a line HOST slots=N for each")
     ssh_config: Path | None = Field(None, description="Settings of ssh in place of your own")
     node_rank: int | None = Field(None, ge=0, description="Place of this machine, where you start each yourself")
     main_address: str | None = Field(None, description="Name or address of machine 0, where ranks meet")
-    main_port: int = Field(MAIN_PORT, ge=1, le=65534, description="TCP port there")
-    until_stdin_closes: bool = Field(False, description="Stop once standard input ends, as --on ssh does")
+    main_port: int = Field(
+        MAIN_PORT, ge=1, le=65534, description="TCP port there; before a training the next one compares the machines"
+    )
+    until_stdin_closes: bool = Field(
+        False, description="Stop once standard input ends, as --on ssh does; a training saves first"
+    )
+
+    def faults(self) -> list[Fault]:
+        """Return the options that would be passed over, and those that lack their other half."""
+        faults = []
+        for name, engines in self.engines.items():
+            value = getattr(self, name)
+            if self.on not in engines and value != type(self).model_fields[name].default:
+                known = " or ".join(engines)
+                shown, rule = str(value) if isinstance(value, Path) else value, f"is for --on {known}, not {self.on}"
+                fix = f"state --on {known}, or leave it out" if self.on == "local" else "leave it out"
+                faults.append(Fault(where=name, value=shown, rule=rule, fix=fix))
+        stated = {"node_rank": self.node_rank, "main_address": self.main_address}
+        missing = [name for name, value in stated.items() if value is None]
+        if self.on == "local" and len(missing) == 1:
+            given = next(name for name in stated if name not in missing)
+            rule = f"needs --{missing[0].replace('_', '-')} beside it"
+            faults.append(Fault(where=given, value=stated[given], rule=rule))
+        elif missing and self.on == "local" and self.main_port != MAIN_PORT:
+            rule, fix = "is for one of several machines", "state --node-rank and --main-address beside it"
+            faults.append(Fault(where="main_port", value=self.main_port, rule=rule, fix=fix))
+        return faults
 
     def place(self) -> NodePlace | None:
-        """Return this machine's place; `None` for the only one.
+        """Return this machine's place, and stop with standard input where that was asked for; `None` for the only one.
 
         Raises:
-            UsageError: options that go with another way to start machines, or that lack their other half.
+            UsageError: options that do not go together.
         """
-        if faults := self._faults():
+        if faults := self.faults():
             raise UsageError(faults)
         if self.until_stdin_closes:
             from ..plugins.launching.remote import stop_with_stdin
@@ -55,34 +87,34 @@ class MachineOptions(Settings):
             return None
         return NodePlace(rank=self.node_rank, main_address=self.main_address, main_port=self.main_port)
 
-    def _faults(self) -> list[Fault]:
-        stated = {"node_rank": self.node_rank, "main_address": self.main_address}
-        missing = [name for name, value in stated.items() if value is None]
-        faults = []
-        if self.on == "ssh":
-            for name in [name for name in stated if name not in missing]:
-                rule = "is what --on ssh gives each machine"
-                faults.append(Fault(where=name, value=stated[name], rule=rule, fix="leave it out"))
-            if self.hostfile is None:
-                rule, fix = "is missing", "name the machines in a file, a line HOST slots=N for each"
-                faults.append(Fault(where="hostfile", rule=rule, fix=fix))
-        elif len(missing) == 1:
-            given = next(name for name in stated if name not in missing)
-            rule = f"needs --{missing[0].replace('_', '-')} beside it"
-            faults.append(Fault(where=given, value=stated[given], rule=rule))
-        elif missing and self.hostfile is not None:
-            fix = "state --on ssh, or leave it out"
-            faults.append(Fault(where="hostfile", value=str(self.hostfile), rule="is for --on ssh", fix=fix))
-        return faults
 
-
-class TrainingMachineOptions(MachineOptions):
-    """Machines of a training, as many as its hardware or plan names."""
+class PlannedMachineOptions(MachineOptions):
+    """Machines of a run, as many as its hardware or plan names."""
 
     check_nodes: bool = Field(True, description="Compare versions, accelerators, links, clocks, memory and disk first")
 
 
-class ReplicaOptions(MachineOptions):
+class SameCommandOptions(MachineOptions):
+    """Machines that all run the command that was called."""
+
+    on: Literal["local", "ssh"] = Field(
+        "local", description="ssh: run this command on each machine of --hostfile, from this directory"
+    )
+
+    def faults(self) -> list[Fault]:
+        """Return what would be passed over, and what is missing."""
+        faults = super().faults()
+        if self.on == "ssh" and self.hostfile is None:
+            rule, fix = "is missing", "name the machines in a file, a line HOST slots=N for each"
+            faults.append(Fault(where="hostfile", rule=rule, fix=fix))
+        return faults
+
+
+class TrainingMachineOptions(SameCommandOptions, PlannedMachineOptions):
+    """Machines of a command that trains."""
+
+
+class ReplicaOptions(SameCommandOptions):
     """Processes of a command whose result does not depend on their number."""
 
     num_processes: int = Field(
@@ -102,7 +134,7 @@ class ReplicaOptions(MachineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SameCommand:
+class SameCommand:
     """This command on every machine, with its place."""
 
     words: tuple[str, ...]
@@ -111,13 +143,15 @@ class _SameCommand:
         from ..plugins.clusters.ssh import own_program
 
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
-        return [*own_program(), *self.words, "--on", "local", "--node-rank", str(place.rank), *meeting, *options]
+        # A file of settings, which all machines read, may state these.
+        local = ["--on", "local", "--hostfile", "null", "--ssh-config", "null"]
+        return [*own_program(), *self.words, *local, "--node-rank", str(place.rank), *meeting, *options]
 
-    def resumed(self) -> _SameCommand:
+    def resumed(self) -> SameCommand:
         return self
 
 
-def run_on_hosts(machines: MachineOptions, *, nodes: int | None = None) -> int:
+def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> int:
     """Run this command on the machines of a hostfile, and return the exit code.
 
     Args:
@@ -130,7 +164,8 @@ def run_on_hosts(machines: MachineOptions, *, nodes: int | None = None) -> int:
     """
     from ..plugins.clusters.ssh import Hosts, listed_hosts, run_over_ssh
 
-    machines.place()
+    if faults := machines.faults():
+        raise UsageError(faults)
     assert machines.hostfile is not None, "it was checked a moment ago"
     listed = listed_hosts(machines.hostfile)
     slots = {count or 1 for _, count in listed}
@@ -148,7 +183,7 @@ def run_on_hosts(machines: MachineOptions, *, nodes: int | None = None) -> int:
     counts = [] if nodes is not None else ["--num-nodes", str(len(listed))]
     counts += [] if nodes is not None else ["--num-processes", str(len(listed) * slots.pop())]
     run_over_ssh(
-        _SameCommand(words=(*without_options(arguments(), (*_OF_SSH, *_OF_PLACES)), *counts)),
+        SameCommand(words=(*without_options(arguments(), (*_OF_SSH, *_OF_PLACES)), *counts)),
         Hosts(names=tuple(name for name, _ in listed), ssh_config=machines.ssh_config),
         port=machines.main_port,
         restarts=0,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..ds_configs.specs.errors import UsageError
 from .command_line import command_line
 from .machines import TrainingMachineOptions, run_on_hosts, tell_place
 from .options import TrainingOptions
@@ -51,6 +52,8 @@ def launched_command(
     from ..trainers.runs.run import run_part, run_training
 
     output_dir, as_json = options.output_dir, options.as_json
+    if faults := machines.faults():
+        raise UsageError(faults)
     if machines.on == "ssh" and not options.dry_run:
         return run_on_hosts(machines, nodes=_planned_nodes(settings))
     place = None if options.dry_run else machines.place()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 from pydantic import Field
 
-from ...ds_configs.plan.launch import MAIN_PORT, NodePlace
+from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...ds_configs.specs.settings import Names
+from ..machines import MachineOptions, PlannedMachineOptions
 from ..options import ConfigOption
 from ..progress import note
 from ..settings import FILLED, Options, grouped
@@ -21,42 +24,32 @@ if TYPE_CHECKING:
     from ...ds_configs.plan.cluster_jobs import ClusterJob
 
 
-_OF_ENGINES = {
-    "dry_run": ("ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"),
-    "hostfile": ("ssh",),
-    "ssh_config": ("ssh",),
-    "wait_for_nodes": ("ssh", "ray"),
-    "address": ("ray",),
-    "restarts": ("ssh", "ray", "jobset"),
-    "sbatch": ("slurm",),
-    "name": ("slurm", "ray", "kubernetes", "jobset", "skypilot"),
-    "image": ("kubernetes", "jobset"),
-    "volume": ("kubernetes", "jobset"),
-    "min_nodes": ("ssh",),
-    "nodes": ("local",),
-    "node_rank": ("local",),
-    "main_address": ("local",),
-    "main_port": ("local", "ssh"),
-    "until_stdin_closes": ("local",),
-    "turn_ended": ("local",),
-}
-"""Options that some engines know and others would pass over."""
-
-
 @grouped
-class LaunchOptions(ConfigOption):
+class LaunchOptions(PlannedMachineOptions, ConfigOption):
     """Machines of a launch."""
 
-    group = "Machines"
+    engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **MachineOptions.engines,
+        "dry_run": ("ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"),
+        "wait_for_nodes": ("ssh", "ray"),
+        "address": ("ray",),
+        "restarts": ("ssh", "ray", "jobset"),
+        "sbatch": ("slurm",),
+        "name": ("slurm", "ray", "kubernetes", "jobset", "skypilot"),
+        "image": ("kubernetes", "jobset"),
+        "volume": ("kubernetes", "jobset"),
+        "min_nodes": ("ssh",),
+        "nodes": ("local",),
+        "turn_ended": ("local",),
+    }
 
     on: Literal["local", "ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"] = Field(
         "local", description="What starts the machines: kubernetes as a TrainJob of Kubeflow, jobset without it"
     )
-    dry_run: bool = Field(False, description="Check everything and print what each machine or the scheduler gets")
     hostfile: Path | None = Field(
         None, description="Machines for ssh, a line HOST slots=N for each. Default: hostfile in the plan's directory"
     )
-    ssh_config: Path | None = Field(None, description="Settings of ssh in place of your own")
+    dry_run: bool = Field(False, description="Check everything and print what each machine or the scheduler gets")
     restarts: int = Field(
         0, ge=0, description="How often ssh, ray or jobset starts a failed run again, from its newest checkpoint"
     )
@@ -71,13 +64,22 @@ class LaunchOptions(ConfigOption):
     name: str = Field("shardwright", description="What the scheduler calls it")
     image: str | None = Field(None, description="Container image with shardwright, for kubernetes and jobset")
     volume: str | None = Field(None, description="Claim that all pods write to, as CLAIM:/PATH")
-    node_rank: int | None = Field(None, ge=0, description="Place of this machine, where you start each yourself")
     nodes: int | None = Field(None, ge=1, description="Machines that there are, where fewer than the plan has go on")
-    main_address: str | None = Field(None, description="Name or address of machine 0, where ranks meet")
-    main_port: int = Field(MAIN_PORT, ge=1, le=65534, description="TCP port there; the next one compares the machines")
-    check_nodes: bool = Field(True, description="Compare versions, accelerators, links, clocks, memory and disk first")
-    until_stdin_closes: bool = Field(False, description="Save and stop once standard input ends, as --on ssh does")
     turn_ended: bool = Field(False, description="Say by the exit code whether SLURM is to queue this job again")
+
+    def faults(self) -> list[Fault]:
+        """Return what would be passed over or lacks its other half, and names that a scheduler reads otherwise."""
+        from ...ds_configs.plan.cluster_jobs import name_faults, setting_faults
+
+        faults = name_faults(self.name) + setting_faults(self.sbatch) + super().faults()
+        if self.on == "local" and self.node_rank is None and self.main_address is None and self.nodes is not None:
+            faults.append(Fault(where="nodes", value=self.nodes, rule="needs --node-rank and --main-address beside it"))
+        return faults
+
+    def place(self) -> NodePlace | None:
+        """Return this machine's place, among fewer machines than the plan has where `nodes` says so."""
+        place = super().place()
+        return None if place is None else replace(place, nodes=self.nodes)
 
 
 def launch_command(
@@ -106,7 +108,7 @@ def launch_command(
     """
     if script is not None and script.startswith("-"):
         arguments, script = (script, *arguments), None
-    if faults := _option_faults(options):
+    if faults := options.faults():
         raise UsageError(faults)
     if options.on != "local":
         return _launch_on_cluster(plan, script, arguments, options)
@@ -116,21 +118,13 @@ def launch_command(
         own = None if script is None else Path(script)
         count_turn(plan, own, arguments, job=os.environ.get("SLURM_JOB_ID", ""))
         return 0
-    from ...plugins.launching.remote import stop_with_stdin
     from ...trainers.training.script import launch_plan
 
-    place = None
-    if options.node_rank is not None and options.main_address is not None:
-        place = NodePlace(
-            rank=options.node_rank, main_address=options.main_address, main_port=options.main_port, nodes=options.nodes
-        )
-    if options.until_stdin_closes:
-        stop_with_stdin()
     launch_plan(
         plan,
         None if script is None else Path(script),
         arguments,
-        place=place,
+        place=options.place(),
         check_nodes=options.check_nodes,
         on_line=_print_line,
         notify=note,
@@ -140,31 +134,6 @@ def launch_command(
 
 def _print_line(line: str) -> None:
     print(line, flush=True)
-
-
-def _option_faults(options: LaunchOptions) -> list[Fault]:
-    """Return the options that were stated and that this engine would pass over, and names that are none."""
-    from ...ds_configs.plan.cluster_jobs import name_faults, setting_faults
-
-    faults = name_faults(options.name) + setting_faults(options.sbatch)
-    for name, engines in _OF_ENGINES.items():
-        value = getattr(options, name)
-        if options.on not in engines and value != LaunchOptions.model_fields[name].default:
-            rule = f"is for --on {' or '.join(engines)}, not {options.on}"
-            shown = str(value) if isinstance(value, Path) else value
-            faults.append(Fault(where=name, value=shown, rule=rule, fix="leave it out"))
-    stated = {"node_rank": options.node_rank, "main_address": options.main_address}
-    missing = [name for name, value in stated.items() if value is None]
-    if options.on == "local" and len(missing) == 2 and options.main_port != MAIN_PORT:
-        rule, fix = "is for one of several machines", "state --node-rank and --main-address beside it"
-        faults.append(Fault(where="main_port", value=options.main_port, rule=rule, fix=fix))
-    if options.on == "local" and len(missing) == 2 and options.nodes is not None:
-        faults.append(Fault(where="nodes", value=options.nodes, rule="needs --node-rank and --main-address beside it"))
-    if len(missing) == 1:
-        given = next(name for name in stated if name not in missing)
-        rule = f"needs --{missing[0].replace('_', '-')} beside it"
-        faults.append(Fault(where=given, value=stated[given], rule=rule))
-    return faults
 
 
 def _launch_on_cluster(

@@ -69,11 +69,39 @@ def plan(
     if job is None and "seq_len" not in words:
         words["seq_len"] = _longest_training(loaded, tell)
     wanted = job_from_words(words, job)
-    for note in loaded.notes:
-        tell(note)
     positions = loaded.config.get("max_position_embeddings")
     if isinstance(positions, int) and loaded.spec.learned_positions is None and wanted.seq_len_tokens > positions:
         tell(f"sequences of {wanted.seq_len_tokens} tokens are beyond the {positions} that the model was trained for")
+    return plan_job(
+        loaded,
+        cluster,
+        wanted,
+        calibration=calibration,
+        trace_activations=trace_activations,
+        notify=notify,
+        offers=offers,
+    )
+
+
+def plan_job(
+    loaded: LoadedModel,
+    cluster: HardwareSpec,
+    wanted: TrainingJob,
+    *,
+    calibration: Calibration | Literal["user"] | None = "user",
+    trace_activations: bool = False,
+    notify: Callable[[str], None] | None = None,
+    offers: bool = True,
+) -> Plan:
+    """Choose a strategy as `plan` does, where nothing is a name any more and the sequences' length was remarked on.
+
+    Raises:
+        UsageError: a value or combination cannot be used.
+        PlanDoesNotFitError: no layout fits.
+    """
+    tell = notify or (lambda _: None)
+    for note in loaded.notes:
+        tell(note)
     source: ActivationSource | None = None
     if not activations_are_stored(loaded.spec, wanted):
         source = _activations_without_coefficients(loaded, wanted, traced=trace_activations, tell=tell)

@@ -13,7 +13,7 @@ from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import not_covered
 from ...plugins.launching.notes import Notify
-from ...plugins.planning.from_names import plan as make_plan
+from ...plugins.planning.from_names import plan_job
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.samples import Samples
@@ -111,7 +111,7 @@ def prepare_train(
     if faults:
         raise UsageError(faults)
     assert hardware and loaded and tokenizer and samples, "what failed left a fault"
-    plan = given or make_plan(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
+    plan = given or plan_job(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
     faults = planned_argument_faults(settings, plan) + settings.engine_faults(plan.chosen.strategy.engine)
     at_once = settings.arg.get("per_device_eval_batch_size")
     most = evaluation_batch_size(plan, min(settings.evaluation_samples, len(samples.evaluation)))

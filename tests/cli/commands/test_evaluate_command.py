@@ -11,28 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from harness_task import write_task
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.evaluation.report import FILE_NAMES, verdict
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
-TASK = """\
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: label
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
 CHOICES = ["one", "two"]
 
 
@@ -54,8 +39,8 @@ def task_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tasks")
     questions = [{"question": f"number {index} is", "choices": CHOICES, "label": index % 2} for index in range(12)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    (directory / "tiny.yaml").write_text(TASK.format(name="tiny_choice", data=directory / "rows.jsonl"))
-    (directory / "lost.yaml").write_text(TASK.format(name="tiny_lost", data=directory / "none.jsonl"))
+    write_task(directory / "tiny_choice.yaml", directory / "rows.jsonl")
+    write_task(directory / "tiny_lost.yaml", directory / "none.jsonl")
     return directory
 
 

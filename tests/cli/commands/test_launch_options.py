@@ -1,9 +1,15 @@
-"""Options of `launch` that an engine would pass over, and names that it would read otherwise."""
+"""Options of machines that an engine would pass over, and names that it would read otherwise."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from shardwright.cli.main import run
+from shardwright.cli.machines import SameCommand
+from shardwright.cli.main import build_app, run
+from shardwright.cli.settings import resolve
+from shardwright.ds_configs.plan.launch import NodePlace
+from shardwright.plugins.clusters.ssh import own_program
 
 
 @pytest.mark.parametrize(
@@ -29,3 +35,12 @@ def test_an_option_that_would_be_passed_over_is_refused(
 ) -> None:
     assert run(["launch", "plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("on: ssh\nhostfile: hosts\nssh_config: own\nmax_steps: 3\n")
+    words = ("train", "model", "--output-dir", "out", "--config", str(tmp_path / "settings.yaml"))
+    there = SameCommand(words=words).node_words(NodePlace(rank=1, main_address="a"), "--until-stdin-closes")
+    _, bound = resolve(build_app(), there[len(own_program()) :])
+    assert bound.arguments["machines"].faults() == []
+    assert bound.arguments["settings"].max_steps == 3

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import pytest
+from harness_task import write_task
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.lm_eval import tasks as harness
 from shardwright.plugins.lm_eval.tasks import TaskRequest, run_task, task_faults
@@ -13,21 +14,6 @@ from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
-
-TASK = """\
-task: tiny_lost
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-output_type: multiple_choice
-test_split: test
-doc_to_text: question
-doc_to_choice: choices
-doc_to_target: label
-metric_list:
-  - metric: acc
-"""
 
 
 def test_tasks_that_cannot_be_run(tmp_path, tiny_llama, monkeypatch):
@@ -46,7 +32,7 @@ def test_tasks_that_cannot_be_run(tmp_path, tiny_llama, monkeypatch):
     assert near.fix == "did you mean hellaswag?" and "ls tasks" in far.fix
     (missing,) = task_faults(TaskRequest(names=("x",), include_path=tmp_path / "none"))
     assert "is no directory" in missing.rule
-    (tmp_path / "lost.yaml").write_text(TASK.format(data=tmp_path / "none.jsonl"))
+    write_task(tmp_path / "tiny_lost.yaml", tmp_path / "none.jsonl")
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     lost = TaskRequest(names=("tiny_lost",), include_path=tmp_path)
     assert task_faults(lost) == []

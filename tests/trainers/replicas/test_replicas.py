@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from commands import shell_in
 from distilling import tiny
+from harness_task import write_task
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.cli import machines
@@ -26,21 +27,6 @@ pytestmark = pytest.mark.distributed
 
 VOCAB_SIZE = 384
 TIMES = ("prefill_tokens_per_second", "decode_tokens_per_second", "seconds", "output_dir")
-TASK = """\
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-output_type: multiple_choice
-test_split: test
-doc_to_text: question
-doc_to_choice: choices
-doc_to_target: label
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
 RANK = """
 import os, signal, sys
 import torch
@@ -91,7 +77,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions = [{"question": f"{one} and one", "choices": ["is more", "less"], "label": one % 2} for one in range(5)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     for name in ("first", "second"):
-        (directory / f"{name}.yaml").write_text(TASK.format(name=name, data=directory / "rows.jsonl"))
+        write_task(directory / f"{name}.yaml", directory / "rows.jsonl", metrics=("acc", "acc_norm"))
     (directory / "rank.py").write_text(RANK)
     return directory
 
@@ -176,18 +162,19 @@ def test_counts_and_places_that_cannot_be(replicas: Replicas, device: str, where
 
 def test_ways_to_start_machines_that_do_not_go_together(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    for stated, told in (
-        ({"on": "ssh", "node_rank": 1}, "hostfile: is missing"),
-        ({"node_rank": 1}, "node_rank = 1: needs --main-address"),
-        ({"hostfile": hosts}, "is for --on ssh"),
+    for stated, where in (
+        ({"on": "ssh", "node_rank": 1}, ["node_rank", "hostfile"]),
+        ({"node_rank": 1}, ["node_rank"]),
+        ({"hostfile": hosts, "ssh_config": hosts, "main_port": 5}, ["hostfile", "ssh_config", "main_port"]),
     ):
-        with pytest.raises(UsageError, match=told):
-            machines.MachineOptions.model_validate(stated).place()
+        with pytest.raises(UsageError) as refused:
+            machines.ReplicaOptions.model_validate(stated).place()
+        assert [fault.where for fault in refused.value.faults] == where
     hosts.write_text("a slots=2\nb slots=1\n")
     with pytest.raises(UsageError, match="has machines with different slots"):
         machines.run_on_hosts(machines.ReplicaOptions(on="ssh", hostfile=hosts))
     with pytest.raises(UsageError, match="names 2 machines where 3 are needed"):
-        machines.run_on_hosts(machines.MachineOptions(on="ssh", hostfile=hosts), nodes=3)
+        machines.run_on_hosts(machines.TrainingMachineOptions(on="ssh", hostfile=hosts), nodes=3)
 
 
 @pytest.mark.parametrize("module", [share, machines])

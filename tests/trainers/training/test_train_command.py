@@ -56,6 +56,8 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     unstated = train(model, *OUT, "--dataset", "python-help#8", "--dry-run", "--format", "json")
     assert "samples of 64 tokens, the most that the model has positions for" in unstated.err
     assert json.loads(unstated.out)["plan"]["job"]["seq_len"] == 64
+    beyond = train(model, *OUT, "--dataset", "python-help#8", "--dry-run", "--seq-len", 65)
+    assert beyond.code == 0 and beyond.err.count("positions that the model was trained for") == 1
     found = train(model, *OUT, *DATA, "--dry-run", "--format", "json", "--streaming", "--max-steps", 2)
     read = json.loads(found.out)["dataset"]
     assert (read["rows"] < 8, read["train_samples"]) == (True, 2 * 32)

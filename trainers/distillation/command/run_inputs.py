@@ -9,7 +9,7 @@ from typing import Any
 
 from ....ds_configs.specs.errors import Fault, UsageError, collecting
 from ....plugins.launching.notes import Notify
-from ....plugins.planning.from_names import plan as make_plan
+from ....plugins.planning.from_names import plan_job
 from ....plugins.planning.models import LoadedModel, load_model_spec
 from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import Samples
@@ -122,7 +122,7 @@ def prepare_distillation(
     _warn_of_sizes(loaded_student, loaded_teacher, notify)
     placement = "cached" if settings.teacher_cache else settings.teacher_placement
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
-    plan = make_plan(loaded_student, hardware, job, notify=notify)
+    plan = plan_job(loaded_student, hardware, job, notify=notify)
     if faults := settings.engine_faults(plan.chosen.strategy.engine):
         raise UsageError(faults)
     return PreparedDistillation(

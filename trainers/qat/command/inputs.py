@@ -13,7 +13,7 @@ from ....ds_configs.quantization.mixtures import mixture_remarks
 from ....ds_configs.specs.errors import Fault, UsageError, collecting
 from ....plugins.launching.notes import Notify
 from ....plugins.peft.lora import add_lora
-from ....plugins.planning.from_names import plan as make_plan
+from ....plugins.planning.from_names import plan_job
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantization_source import QuantizationSource, open_source
@@ -170,7 +170,7 @@ def prepare_qat(settings: QATSettings, model: str, output_dir: Path, *, notify: 
         notify(remark)
     named = teacher_of(settings, model)
     job = training_job(settings, hardware, **(teacher or {}))
-    plan = make_plan(load_model_spec(model, revision=settings.revision), hardware, job, notify=notify)
+    plan = plan_job(load_model_spec(model, revision=settings.revision), hardware, job, notify=notify)
     _check_plan(plan, settings, attachment, samples)
     return PreparedQAT(
         place=place,
