@@ -91,7 +91,11 @@ def trained_tensors(model: Any) -> str:
 
 
 def _data(dataset: Any) -> str | None:
-    """Return the number of samples and a digest of some; `None` for a stream, which is read only once."""
+    """Return the number of samples and a digest of some; `None` for a stream, which is read only once.
+
+    Of samples that are divided among machines those of the first are told.
+    """
+    dataset = getattr(dataset, "own_samples", dataset)
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     count = len(dataset)

@@ -49,6 +49,8 @@ class SampleStatistics:
     """Tokens to train on, without padding."""
     train_labels: int
     """Tokens with a label among them."""
+    machines: int = 1
+    """Machines among which the rows to train on are divided; the counts are those of one."""
 
     @property
     def source_name(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,6 +35,20 @@ class Source:
     def is_local(self) -> bool:
         """Whether nothing has to be fetched."""
         return self.name == PYTHON_HELP or Path(self.name).exists()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Part of a dataset that one of several readers reads: together they read each row once."""
+
+    index: int = 0
+    """Its number, from 0."""
+    count: int = 1
+    """How many there are."""
+
+
+WHOLE = Part()
+"""The part of a reader that is alone."""
 
 
 def parse_source(text: str) -> Source:
@@ -74,8 +88,12 @@ def local_place(text: str | None) -> str | None:
     return next((name for name in (text, text.rpartition("#")[0]) if name and Path(name).exists()), None)
 
 
-def read_rows(source: Source, *, split: str, revision: str | None, streaming: bool = False) -> Iterator[Row]:
+def read_rows(
+    source: Source, *, split: str, revision: str | None, streaming: bool = False, part: Part = WHOLE
+) -> Iterator[Row]:
     """Yield the rows of a source, at most its limit; of the Hub only as far as they are asked for where `streaming`.
+
+    One part of `count` is each `count`-th file where there are as many files, and otherwise each `count`-th row of all.
 
     Raises:
         UsageError: nothing of that name, configuration or split exists, or a file cannot be read as rows.
@@ -83,14 +101,25 @@ def read_rows(source: Source, *, split: str, revision: str | None, streaming: bo
     """
     if revision is not None and source.is_local:
         raise UsageError(Fault(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
+    if source.limit is None:
+        return _rows(source, split=split, revision=revision, streaming=streaming, part=part)
+    # A limit counts the rows of the whole.
+    return _every(islice(_rows(source, split=split, revision=revision, streaming=True), source.limit), part)
+
+
+def _rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part = WHOLE) -> Iterator[Row]:
     if source.name == PYTHON_HELP:
-        rows = _help_topics()
-    elif source.is_local:
-        rows = (row for path in _files(Path(source.name)) for row in _file_rows(path))
-    else:
-        streaming = streaming or source.limit is not None
-        rows = _hub_rows(source, split=split, revision=revision, streaming=streaming)
-    return islice(rows, source.limit)
+        return _every(_help_topics(), part)
+    if source.is_local:
+        files = _files(Path(source.name))
+        if len(files) >= part.count:
+            files, part = files[part.index :: part.count], WHOLE
+        return _every((row for path in files for row in _file_rows(path)), part)
+    return _hub_rows(source, split=split, revision=revision, streaming=streaming, part=part)
+
+
+def _every(rows: Iterable[Row], part: Part) -> Iterator[Row]:
+    return islice(rows, part.index, None, part.count)
 
 
 def _help_topics() -> Iterator[Row]:
@@ -187,13 +216,16 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise UsageError(Fault(where="dataset", value=str(path), rule=f"is not readable Parquet ({detail})")) from None
 
 
-def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool) -> Iterator[Row]:
+def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part) -> Iterator[Row]:
     """Yield rows, fetched as they are wanted where `streaming`: a large dataset is not fetched for a few."""
-    from datasets import load_dataset
+    from datasets import IterableDataset, load_dataset
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     try:
-        yield from load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)
+        found = load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)
+        if isinstance(found, IterableDataset) and found.num_shards >= part.count:
+            found, part = found.shard(part.count, part.index, contiguous=False), WHOLE
+        yield from _every(found, part)
     except DatasetNotFoundError as error:
         fix = f"check the id, log in for a gated one, or name a file, a directory or {PYTHON_HELP}"
         raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from .samples import (
     kind_of,
 )
 from .settings import DataSettings
-from .sources import Row, parse_source, read_rows
+from .sources import WHOLE, Part, Row, parse_source, read_rows
 
 
-def streamed_samples(settings: DataSettings, tokenizer: Any, *, train_samples: int, evaluation_samples: int) -> Samples:
+def streamed_samples(
+    settings: DataSettings, tokenizer: Any, *, train_samples: int, evaluation_samples: int, part: Part = WHOLE
+) -> Samples:
     """Return the first samples of a dataset; the head is held out, and what follows is trained on.
 
     Rows are read as samples are made of them, and the samples to train on go to a file of the temporary directory (16
@@ -37,14 +40,20 @@ def streamed_samples(settings: DataSettings, tokenizer: Any, *, train_samples: i
         tokenizer: Splits the text, and renders conversations.
         train_samples: To train on, at most.
         evaluation_samples: To hold out; 0 holds nothing out.
+        part: Of the rows to train on. The head is that of the whole dataset, whoever reads.
 
     Raises:
         UsageError: as `load_samples` does, or the dataset ends before there is anything to train on.
     """
     source = settings.dataset
-    found = read_rows(
-        parse_source(source), split=settings.dataset_split, revision=settings.dataset_revision, streaming=True
+    read = partial(
+        read_rows,
+        parse_source(source),
+        split=settings.dataset_split,
+        revision=settings.dataset_revision,
+        streaming=True,
     )
+    found = read()
     first = list(islice(found, 1))
     if settings.text_column is not None:
         check_text_column(source, first, settings.text_column)
@@ -53,6 +62,8 @@ def streamed_samples(settings: DataSettings, tokenizer: Any, *, train_samples: i
     make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing, source=source)
     evaluation = list(islice(make(rows.head()), evaluation_samples))
     make.unlabelled = make.cut = 0
+    if part != WHOLE:
+        rows.go_on_with(read(part=part))
     directory = tempfile.TemporaryDirectory(prefix="shardwright-stream-", ignore_cleanup_errors=True)
     train, tokens, labels = _on_disk(islice(make(rows.rest()), train_samples), Path(directory.name))
     if not len(train):
@@ -70,6 +81,7 @@ def streamed_samples(settings: DataSettings, tokenizer: Any, *, train_samples: i
         evaluation_samples=len(evaluation),
         train_tokens=tokens,
         train_labels=labels,
+        machines=part.count,
     )
     return replace(Samples(train=train, evaluation=evaluation, statistics=statistics), kept=directory)
 
@@ -88,6 +100,10 @@ class _Rows:
         """Yield rows with the column that is read as text."""
         column = self._settings.text_column
         return ({"text": row.get(column)} if column is not None else row for row in rows)
+
+    def go_on_with(self, found: Iterator[Row]) -> None:
+        """Read others from here on, among which those of the head may be."""
+        self._found = found
 
     def head(self) -> Iterator[Row]:
         """Yield rows that are held out."""

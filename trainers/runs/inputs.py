@@ -13,7 +13,7 @@ from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.samples import Samples, stated_samples
-from ..data.sources import parse_source
+from ..data.sources import WHOLE, Part, parse_source
 from ..data.streamed import streamed_samples
 from .settings import LaunchedSettings, is_without
 
@@ -68,10 +68,13 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
     return load_model_spec(teacher, revision=revision)
 
 
-def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None) -> Samples:
+def named_samples(
+    settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None, part: Part = WHOLE
+) -> Samples:
     """Return the samples of the dataset, and others to evaluate on: held out of it, or of a split or file of its own.
 
-    With a number of samples to train on the dataset is read no further, and its head is held out.
+    With a number of samples to train on the dataset is read no further, and its head is held out; of the rest a part
+    may be read.
 
     Raises:
         UsageError: there is no text, or nothing is left to hold out.
@@ -87,11 +90,11 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: 
             "dataset_split": other_split or settings.dataset_split,
             "dataset_revision": settings.dataset_revision if other is None else None,
         }
-        found = _stated(whole, tokenizer, train_samples, evaluation_samples=0)
+        found = _stated(whole, tokenizer, train_samples, evaluation_samples=0, part=part)
         held_out = list(stated_samples(whole.model_copy(update=named), tokenizer).train)
         statistics = replace(found.statistics, evaluation_samples=len(held_out))
         return replace(found, evaluation=held_out, statistics=statistics)
-    found = _stated(settings, tokenizer, train_samples, evaluation_samples=settings.evaluation_samples)
+    found = _stated(settings, tokenizer, train_samples, evaluation_samples=settings.evaluation_samples, part=part)
     if not found.evaluation:
         share = f"{settings.evaluation_fraction:.0%}"
         rule = f"the {share} that is held out has no whole sample, where equal rows stay on one side"
@@ -101,12 +104,12 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: 
 
 
 def _stated(
-    settings: LaunchedSettings, tokenizer: Any, train_samples: int | None, *, evaluation_samples: int
+    settings: LaunchedSettings, tokenizer: Any, train_samples: int | None, *, evaluation_samples: int, part: Part
 ) -> Samples:
     if train_samples is None:
         return stated_samples(settings, tokenizer)
     counts = {"train_samples": train_samples, "evaluation_samples": evaluation_samples}
-    return streamed_samples(settings, tokenizer, **counts)
+    return streamed_samples(settings, tokenizer, part=part, **counts)
 
 
 def evenly_held_out(

@@ -268,13 +268,17 @@ def _launch(
 def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:
     """Return digests of what this machine made for itself: its plan, its settings, files of its work and its samples.
 
-    Of the samples as many are read as tell another dataset or another order.
+    Of the samples as many are read as tell another dataset or another order. Those that are divided among machines
+    differ on each.
     """
     found = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
     found["settings"] = prepared.settings.model_dump_json().encode()
     for file in sorted(path for path in work.iterdir() if path.is_file()):
         found[file.name] = file.read_bytes()
-    for name, rows in (("samples", prepared.samples.train), ("held-out samples", prepared.samples.evaluation)):
+    samples = {"samples": prepared.samples.train, "held-out samples": prepared.samples.evaluation}
+    if prepared.samples.statistics.machines > 1:
+        del samples["samples"]
+    for name, rows in samples.items():
         read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
         found[name] = json.dumps([len(rows), read], default=str).encode()
     return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}

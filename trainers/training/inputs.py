@@ -10,13 +10,11 @@ from typing import Any
 from ...ds_configs.plan.files import edited_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
-from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import not_covered
 from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan_job
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ..data.samples import Samples
 from ..data.sources import local_place
 from ..runs.inputs import (
     chosen_hardware,
@@ -28,6 +26,7 @@ from ..runs.inputs import (
 )
 from ..runs.run import PreparedTraining
 from ..runs.settings import run_output_faults
+from .division import divided_job_fields, part_of, read_line, streamed_count
 from .report import TrainOutcome, TrainResult, train_file_names, train_files
 from .settings import TrainJob, TrainSettings, planned_argument_faults, train_settings_faults
 
@@ -58,7 +57,12 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
         """Return what the ranks are told."""
         arguments = common["training_arguments"] | self.settings.arg
         model = str(Path(self.model).absolute()) if Path(self.model).exists() else self.model
-        return TrainJob(**{**common, "training_arguments": arguments, "model": model})
+        divided: dict[str, Any] = {}
+        if self.samples.statistics.machines > 1:
+            divided = divided_job_fields(self.samples.statistics, self.settings, self.plan)
+            # Ranks get the samples in their order, which each machine draws for its own.
+            arguments |= {"train_sampling_strategy": "sequential"}
+        return TrainJob(**{**common, "training_arguments": arguments, "model": model, **divided})
 
     def report(
         self, result: Mapping[str, Any], common: Mapping[str, Any]
@@ -105,13 +109,18 @@ def prepare_train(
     if loaded is not None:
         with collecting(faults):
             settings, tokenizer = _with_tokenizer(settings, model)
+    plan = given
+    if plan is None and not faults:
+        assert hardware and loaded, "what failed left a fault"
+        with collecting(faults):
+            plan = plan_job(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
     if tokenizer is not None and hardware is not None and settings.dataset:
         with collecting(faults):
-            samples = named_samples(settings, tokenizer, train_samples=_streamed_count(settings, given, hardware))
+            part, count = part_of(settings, plan, place, notify), streamed_count(settings, plan, hardware)
+            samples = named_samples(settings, tokenizer, train_samples=count and count // part.count, part=part)
     if faults:
         raise UsageError(faults)
-    assert hardware and loaded and tokenizer and samples, "what failed left a fault"
-    plan = given or plan_job(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
+    assert plan and tokenizer and samples, "what failed left a fault"
     faults = planned_argument_faults(settings, plan) + settings.engine_faults(plan.chosen.strategy.engine)
     at_once = settings.arg.get("per_device_eval_batch_size")
     most = evaluation_batch_size(plan, min(settings.evaluation_samples, len(samples.evaluation)))
@@ -124,7 +133,7 @@ def prepare_train(
         notify(f"torch_compile is {not_covered('torch_compile')}")
     kept = evenly_held_out(samples, plan, settings, batch_size=at_once)
     if settings.streaming:
-        notify(f"read {kept.statistics.rows:,} rows for {settings.max_steps:,} steps" + _too_few(kept, settings, plan))
+        notify(read_line(kept, settings, plan))
     if cut := kept.statistics.cut_rows:
         notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")
     found = {"settings": settings, "plan": plan, "samples": kept, "tokenizer": tokenizer, "place": place}
@@ -174,22 +183,6 @@ def _other_model_faults(plan: Plan, loaded: LoadedModel) -> list[Fault]:
         return []
     rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this one, or drop --plan"
     return [Fault(where="model", value=loaded.spec.name, rule=rule, fix=fix)]
-
-
-def _too_few(samples: Samples, settings: TrainSettings, plan: Plan) -> str:
-    count, wanted = samples.statistics.train_samples, _streamed_count(settings, plan, plan.hardware) or 0
-    return "" if count >= wanted else f": the dataset has {count:,} of {wanted:,} samples, which come again"
-
-
-def _streamed_count(settings: TrainSettings, given: Plan | None, hardware: HardwareSpec) -> int | None:
-    """Return the samples of all optimizer steps where the dataset is read no further; `None`: the whole of it."""
-    if not settings.streaming or settings.max_steps is None:
-        return None
-    batch = training_job(settings, hardware).global_batch_size
-    if given is not None:
-        batch = given.chosen.strategy.global_batch_size
-    assert batch is not None, "a training job of the settings has a batch"
-    return settings.max_steps * batch
 
 
 def _with_tokenizer(settings: TrainSettings, model: str) -> tuple[TrainSettings, Any]:

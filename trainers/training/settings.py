@@ -80,6 +80,7 @@ class TrainJob(LaunchedJob):
 
     settings: TrainSettings = Field(description="what the user asked for")
     model: str = Field(description="Hub id, directory or config.json")
+    machines: int = Field(1, description="among which the samples are divided; then counts are of this one's")
 
 
 def train_settings_faults(settings: TrainSettings) -> list[Fault]:

@@ -26,6 +26,7 @@ from ..runs.ranks import (
     trained_model,
 )
 from ..runs.settings import PLAN_DIRECTORY, TOKENIZER
+from .division import divided_training
 from .settings import TrainJob
 
 BEFORE, BEFORE_ERROR = "held_out_cross_entropy_before", "held_out_standard_error_before"
@@ -42,6 +43,8 @@ def train_on_rank(job: TrainJob, work: Path) -> None:
     parallelism = planned_parallelism(plan)
     tokenizer = AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False)
     samples = read_samples(work)
+    if job.machines > 1:
+        job, samples[0] = divided_training(job, samples[0], arguments)
     trainer = parallelism.make_trainer(
         model=trained_model(job.model, job.settings, arguments, engine, for_stages=parallelism.is_pipeline),
         revision=job.settings.revision,

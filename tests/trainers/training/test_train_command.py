@@ -7,17 +7,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import shardwright
 from cards import read_card
 from commands import Shell, run_rank_here, shell_in
+from datasets import Dataset
 from distilling import tiny
 from runnable_blocks import prepare
 from shardwright.cli.main import run
+from shardwright.ds_configs.plan.launch import NodePlace
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.trainers.training.settings import TrainJob
+from shardwright.trainers.training.division import divided_training
+from shardwright.trainers.training.inputs import prepare_train
+from shardwright.trainers.training.settings import TrainJob, TrainSettings
 from writable_hub import writable_hub
 
 pytestmark = pytest.mark.slow
@@ -63,6 +68,41 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     assert (read["rows"] < 8, read["train_samples"]) == (True, 2 * 32)
     assert f"read {read['rows']} rows for 2 steps" in found.err
     assert {"out/REPORT.md", "out/training.png", "out/plan/plan.json"} <= set(shown["files"])
+
+
+@pytest.mark.parametrize(
+    ("more", "machines", "said"),
+    [
+        ({}, 2, "for 2 steps, of one of 2 machines"),
+        ({"tensor_parallel_size": 2}, 1, "each machine reads all rows: ranks of ddp+tp2 share samples"),
+        ({"arg": {"train_sampling_strategy": "group_by_length"}}, 1, "group_by_length looks at all of them"),
+    ],
+)
+def test_machines_divide_a_stream_where_each_rank_has_samples_of_its_own(
+    model: Path, tmp_path: Path, more: dict[str, Any], machines: int, said: str
+) -> None:
+    stated = {"dataset": "python-help", "seq_len": 32, "streaming": True, "max_steps": 2, "strategy": "ddp"}
+    settings = TrainSettings(**(stated | {"hardware": "2x2xCPU"} | more))
+    told: list[str] = []
+    place = NodePlace(rank=1, main_address="first")
+    found = prepare_train(settings, str(model), tmp_path / "out", notify=told.append, dry_run=True, place=place)
+    read = found.samples.statistics
+    assert (read.machines, read.train_samples) == (machines, 2 * 32 // machines)
+    assert any(said in line for line in told), told
+
+
+def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
+    own, orders = Dataset.from_dict({"input_ids": [[number] for number in range(32)]}), []
+    arguments = SimpleNamespace(process_index=0, world_size=1, per_device_train_batch_size=4)
+    for seed, stated in ((1, {}), (1, {}), (2, {}), (2, {"train_sampling_strategy": "sequential"})):
+        settings = SimpleNamespace(seed=seed, arg=stated)
+        job = TrainJob.model_construct(machines=1, settings=settings, train_samples=40, train_tokens=80)
+        counted, divided = divided_training(job, own, arguments)
+        assert (len(divided), counted.train_samples, counted.train_tokens) == (40, 40, 80)
+        orders.append([divided[index]["input_ids"][0] for index in range(40)])
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[3] == [*range(32), *range(8)]
+    assert all(sorted(order[:32]) == list(range(32)) and order[32:] == order[:8] for order in orders)
 
 
 @pytest.mark.parametrize(
