@@ -74,14 +74,14 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     ("more", "machines", "said"),
     [
         ({}, 2, "for 2 steps, of one of 2 machines"),
-        ({"tensor_parallel_size": 2}, 1, "each machine reads all rows: ranks of ddp+tp2 share samples"),
+        ({"tensor_parallel_size": 2}, 1, "each machine reads all rows: ranks of zero1+tp2 share samples"),
         ({"arg": {"train_sampling_strategy": "group_by_length"}}, 1, "group_by_length looks at all of them"),
     ],
 )
 def test_machines_divide_a_stream_where_each_rank_has_samples_of_its_own(
     model: Path, tmp_path: Path, more: dict[str, Any], machines: int, said: str
 ) -> None:
-    stated = {"dataset": "python-help", "seq_len": 32, "streaming": True, "max_steps": 2, "strategy": "ddp"}
+    stated = {"dataset": "python-help", "seq_len": 32, "streaming": True, "max_steps": 2, "strategy": "zero1"}
     settings = TrainSettings(**(stated | {"hardware": "2x2xCPU"} | more))
     told: list[str] = []
     place = NodePlace(rank=1, main_address="first")
