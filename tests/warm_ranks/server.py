@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,16 +43,22 @@ PRELOADED = (
     "peft",
     "bitsandbytes",
     "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep",
     "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_kernels",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "distutils.sysconfig",
     "matplotlib.figure",
+    "torch._subclasses.schema_check_mode",
     "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.tensor.experimental._attention",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
 )
@@ -67,6 +74,9 @@ ENVIRONMENT = {
 """Variables that these packages read while they are imported."""
 _SET_PARENT_DEATH_SIGNAL = 1
 """`PR_SET_PDEATHSIG` of Linux's prctl."""
+_COLLAPSE = 25
+"""`MADV_COLLAPSE` of Linux 6.1 and later."""
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class Server:
@@ -183,8 +193,29 @@ def _import_all() -> None:
         except Exception:
             traceback.print_exc()
     _fill_caches()
+    _leave_the_end_to_this_process()
     gc.collect()
     gc.freeze()
+    _map_in_huge_pages()
+
+
+def _leave_the_end_to_this_process() -> None:
+    """Let no process that is forked finalize what was imported here: torch takes every operator of its Python
+    libraries out of its tables again, which copies half of the pages that a short training does."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
+def _map_in_huge_pages() -> None:
+    """Put what was imported into pages of 2 MiB: a fork copies the map of every page. A kernel may not have them."""
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
+        if permissions == "rw-p" and name in ([], ["[heap]"]):
+            first, end = (int(address, 16) for address in addresses.split("-"))
+            first = -(-first // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+            if first + _HUGE_PAGE_BYTES <= end:
+                advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _COLLAPSE)
 
 
 def _modules_of_shardwright() -> Iterator[str]:
