@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Open the session where it is controlled; workers of xdist inherit its environment."""
     # The width of whoever runs the tests, which xdist hands on, is not the one that shown tables are compared with.
     os.environ.pop("COLUMNS", None)
-    # Until all is collected: what is imported and rewritten meanwhile stays, and would be walked through again and again.
+    # Until all is collected: what is imported and rewritten meanwhile stays, and would be walked through each time.
     gc.disable()
     if not hasattr(config, "workerinput"):
         config.stash[_SESSION] = session.open_session()
