@@ -8,18 +8,21 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
+from shardwright.plugins.launching.launch import cpu_rank_environment
 
 NAMES = ("shardwright-1", "shardwright-2")
 _BRIDGE = "shardwright-b"
 _NETWORK = "10.83.7."
 _LOCK = "/run/shardwright-hosts.lock"
-_NOT_INHERITED = ("PYTHON_EXEC", "TMPDIR", "SHARDWRIGHT_LAUNCH_TOKEN")
-"""Warm processes answer on this machine's own network; a directory of the session is none of a host's."""
+_NOT_INHERITED = ("TMPDIR", "SHARDWRIGHT_LAUNCH_TOKEN")
+"""A directory of the session is none of a host's."""
+_BESIDE = Path(__file__).parent / "warm_ranks" / "beside.py"
 
 
 class Hosts:
@@ -47,9 +50,11 @@ class Hosts:
             _ip("-netns", name, "link", "set", "lo", "up")
 
     def start(self, name: str, script: str) -> None:
-        """Start a host with a shell script as its first process, with which all others end."""
+        """Start a host with a shell script as its first process, with which all others end, warm ones among them."""
         mounts = f"mount --bind {shlex.quote(str(self.directory / 'hosts'))} /etc/hosts; mount -t tmpfs tmpfs /dev/shm"
-        whole = f"hostname {name}; {mounts}; {script}"
+        # What ranks import is there by the time that they start.
+        warm = shlex.join([sys.executable, str(_BESIDE), "/bin/sh", "-c", f'"$PYTHON_EXEC" -c pass & {script}'])
+        whole = f"hostname {name}; {mounts}; exec {warm}"
         apart = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (self.directory / f"{name}.log").open("ab") as log:
             self._inits[name] = subprocess.Popen(
@@ -57,7 +62,7 @@ class Hosts:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(),
+                env=_of_hosts(cpu_rank_environment()),
             )
 
     def kill(self, name: str) -> None:
@@ -72,12 +77,19 @@ class Hosts:
                 self.kill(name)
         for name in NAMES:
             _ip("netns", "del", name, check=False)
+        # The kernel takes its own time for what a network namespace held.
+        for index in range(len(NAMES)):
+            _ip("link", "del", f"shardwright-v{index}", check=False)
         _ip("link", "del", _BRIDGE, check=False)
 
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the variables of a command that concerns the hosts."""
-    return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED} | changes
+    return _of_hosts(os.environ) | changes
+
+
+def _of_hosts(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in _NOT_INHERITED}
 
 
 @contextmanager

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from cluster_hosts import NAMES, Hosts, environment, two_hosts
+from shardwright.plugins.launching.launch import interpreter
+from warm_ranks import SERVER_NAME
 
 STEPS = 60
 """Enough that a host can die between two checkpoints."""
@@ -26,9 +27,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(work: Path) -> Path:
-    from distilling import tiny
-
-    tiny("llama", hidden=64, vocab_size=300, max_position_embeddings=64).save_pretrained(work / "tiny")
+    code = "import sys, distilling\ndistilling.tiny('llama', hidden=64, vocab_size=300, max_position_embeddings=64)"
+    tests = environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    subprocess.run([interpreter(), "-c", f"{code}.save_pretrained(sys.argv[1])", work / "tiny"], check=True, env=tests)
     return work / "tiny"
 
 
@@ -44,9 +45,9 @@ def planned(model: Path, directory: Path, hardware: str, *, global_batch_size: i
         "--micro-batch-size",
         "2",
     ]
-    command = [sys.executable, "-m", "shardwright", "plan", str(model), "--hardware", hardware, *words]
-    command += ["--precision", "fp32", "--output-dir", str(directory)]
-    subprocess.run(command, check=True, capture_output=True, env=environment())
+    words += ["--precision", "fp32", "--output-dir", str(directory)]
+    done = shardwright(["plan", str(model), "--hardware", hardware, *words])
+    assert done.returncode == 0, done.stderr
     return directory
 
 
@@ -61,6 +62,19 @@ def local_losses(model: Path, work: Path) -> list[float]:
 def plan(model: Path, tmp_path: Path) -> Path:
     """Plan for two machines with one CPU rank each."""
     return planned(model, tmp_path / "plan", "2x1xCPU")
+
+
+@pytest.fixture
+def saving(plan: Path) -> Path:
+    """The plan, which saves every 20 steps."""
+    file = plan / "training_arguments.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"save_strategy": "steps", "save_steps": 20}))
+    return plan
+
+
+def saved(plan: Path, step: int) -> Path:
+    """Return the file that a checkpoint has when it is whole."""
+    return plan / "model" / f"checkpoint-{step}" / "checkpoint_complete.json"
 
 
 def training(losses: Path, *, steps: int = STEPS) -> list[str]:
@@ -80,10 +94,20 @@ def read_losses(file: Path) -> list[float]:
     return found
 
 
+def command(*words: str) -> list[str]:
+    """Return the command, in a warm process but for tests with `cold`; what it starts elsewhere is what users start."""
+    return [interpreter(), "-m", "shardwright", *words]
+
+
 def shardwright(words: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
-    command = [sys.executable, "-m", "shardwright", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment(**changes))
+    """Run the command to its end."""
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=400, env=environment(**changes))
+
+
+def started(words: list[str], output: Path) -> subprocess.Popen[str]:
+    """Start the command, with what it prints in a file."""
+    with output.open("w") as written:
+        return subprocess.Popen(command(*words), stdout=written, stderr=subprocess.STDOUT, text=True, env=environment())
 
 
 def until(true: Callable[[], object], seconds: float, what: str, output: Path | None = None) -> None:
@@ -97,58 +121,61 @@ def until(true: Callable[[], object], seconds: float, what: str, output: Path | 
 
 @pytest.fixture(scope="session")
 def hosts(work: Path) -> Iterator[Hosts]:
-    """Two hosts, none of them started."""
-    with two_hosts(work) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def over_ssh(hosts: Hosts, work: Path) -> Iterator[list[str]]:
-    """Both hosts with sshd, and the options by which ssh finds them."""
-    for name in ("client", "host"):
-        key = work / name
-        if not key.exists():
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    for name, address in hosts.addresses.items():
-        settings = [f"ListenAddress {address}", f"HostKey {work}/host", f"AuthorizedKeysFile {work}/client.pub"]
-        settings += ["StrictModes no", "UsePAM no", "PasswordAuthentication no", "PidFile none"]
-        (work / f"{name}.sshd").write_text("\n".join(settings) + "\n")
-        start_sshd(hosts, name)
-    known = [f"Host {name}\n  HostName {address}\n" for name, address in hosts.addresses.items()]
-    every = ["IdentityFile {0}/client", "IdentitiesOnly yes", "UserKnownHostsFile {0}/known"]
-    every += ["StrictHostKeyChecking accept-new", "LogLevel ERROR"]
-    config = work / "ssh_config"
-    config.write_text("".join(known) + "Host *\n" + "".join(f"  {line.format(work)}\n" for line in every))
-    hostfile = work / "hostfile"
-    hostfile.write_text("".join(f"{name} slots=1\n" for name in NAMES))
-    yield ["--on", "ssh", "--hostfile", str(hostfile), "--ssh-config", str(config)]
-    for name in NAMES:
-        hosts.kill(name)
-
-
-def start_sshd(hosts: Hosts, name: str) -> None:
-    hosts.start(name, f"exec /usr/sbin/sshd -D -e -f {hosts.directory}/{name}.sshd")
-
-
-@pytest.fixture(scope="module")
-def slurm(hosts: Hosts, work: Path) -> Iterator[str]:
-    """A SLURM of both hosts, with the controller on the first; returns the file of its settings."""
-    directory = work / "slurm"
-    directory.mkdir()
-    (directory / "state").mkdir()
+    """Two hosts with sshd and slurmd, and SLURM's controller on the first."""
     if subprocess.run(["munge", "-n"], capture_output=True).returncode != 0:
         Path("/run/munge").mkdir(exist_ok=True)
         subprocess.run(["/etc/init.d/munge", "start"], check=True, capture_output=True)
-    first, spool = NAMES[0], tempfile.mkdtemp(prefix="slurm-", dir="/run")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("client", "host"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(work / name)], check=True)
+    # Holds sockets, whose paths have at most 108 characters.
+    with two_hosts(work) as made, tempfile.TemporaryDirectory(prefix="slurm-", dir="/run") as spool:
+        write_sshd_settings(work, made.addresses)
+        write_slurm_settings(work / "slurm", made.addresses, spool)
+        for name in NAMES:
+            start(made, name)
+        yield made
+        for name in NAMES:
+            made.kill(name)
+
+
+def start(hosts: Hosts, name: str) -> None:
+    """Start a host as it starts when its power comes back."""
+    controller = "slurmctld -D & " if name == NAMES[0] else ""
+    ssh, slurm = f"/usr/sbin/sshd -D -e -f {hosts.directory}/{name}.sshd", f"{hosts.directory}/slurm/slurm.conf"
+    hosts.start(name, f"{ssh} & export SLURM_CONF={slurm}; {controller}exec slurmd -D -N {name}")
+
+
+def write_sshd_settings(work: Path, addresses: Mapping[str, str]) -> None:
+    """Write what sshd reads on each host, and what ssh reads to find them."""
+    # One line: of several, sshd takes the first.
+    variables = "SetEnv " + " ".join(f'"{each}={os.environ[each]}"' for each in ("PYTHON_EXEC", SERVER_NAME))
+    for name, address in addresses.items():
+        settings = [f"ListenAddress {address}", f"HostKey {work}/host", f"AuthorizedKeysFile {work}/client.pub"]
+        settings += ["StrictModes no", "UsePAM no", "PasswordAuthentication no", "PidFile none", variables]
+        (work / f"{name}.sshd").write_text("\n".join(settings) + "\n")
+    known = [f"Host {name}\n  HostName {address}\n" for name, address in addresses.items()]
+    every = ["IdentityFile {0}/client", "IdentitiesOnly yes", "UserKnownHostsFile {0}/known"]
+    every += ["StrictHostKeyChecking accept-new", "LogLevel ERROR"]
+    (work / "ssh_config").write_text(
+        "".join(known) + "Host *\n" + "".join(f"  {line.format(work)}\n" for line in every)
+    )
+    (work / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+
+
+def write_slurm_settings(directory: Path, addresses: Mapping[str, str], spool: str) -> None:
+    """Write what SLURM reads on both hosts."""
+    (directory / "state").mkdir(parents=True)
+    first = NAMES[0]
     lines = [
         "ClusterName=two",
-        f"SlurmctldHost={first}({hosts.addresses[first]})",
+        f"SlurmctldHost={first}({addresses[first]})",
         "AuthType=auth/munge",
+        # Also what a job that is queued again waits for: 120 s where nothing is said (slurm.conf(5), SLURM 22.05).
+        "AuthInfo=cred_expire=10",
         "SlurmUser=root",
         "SlurmdUser=root",
         f"StateSaveLocation={directory}/state",
-        # Holds sockets, whose paths have at most 108 characters.
         f"SlurmdSpoolDir={spool}/%n",
         f"SlurmctldPidFile={directory}/slurmctld.pid",
         f"SlurmdPidFile={directory}/slurmd-%n.pid",
@@ -161,19 +188,24 @@ def slurm(hosts: Hosts, work: Path) -> Iterator[str]:
         "ReturnToService=2",
         "SlurmdTimeout=10",
         "MpiDefault=none",
-        *(f"NodeName={name} NodeAddr={address} CPUs=2 RealMemory=4000" for name, address in hosts.addresses.items()),
+        *(f"NodeName={name} NodeAddr={address} CPUs=2 RealMemory=4000" for name, address in addresses.items()),
         f"PartitionName=main Nodes={','.join(NAMES)} Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE",
     ]
-    config = directory / "slurm.conf"
-    config.write_text("\n".join(lines) + "\n")
-    for name in NAMES:
-        controller = f"export SLURM_CONF={config}; " + ("slurmctld -D & " if name == first else "")
-        hosts.start(name, f"{controller}exec slurmd -D -N {name}")
-    until(lambda: "2 idle" in asked("sinfo", "--noheader", "--format=%D %T", config=str(config)), 60, "two idle nodes")
-    yield str(config)
-    for name in NAMES:
-        hosts.kill(name)
-    shutil.rmtree(spool)
+    (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def over_ssh(hosts: Hosts, work: Path) -> list[str]:
+    """Options by which ssh finds both hosts."""
+    return ["--on", "ssh", "--hostfile", str(work / "hostfile"), "--ssh-config", str(work / "ssh_config")]
+
+
+@pytest.fixture(scope="session")
+def slurm(hosts: Hosts, work: Path) -> str:
+    """The file of SLURM's settings."""
+    config = str(work / "slurm" / "slurm.conf")
+    until(lambda: "2 idle" in asked("sinfo", "--noheader", "--format=%D %T", config=config), 60, "two idle nodes")
+    return config
 
 
 def asked(*command: str, config: str) -> str:

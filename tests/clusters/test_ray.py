@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_hosts import environment
 
-from .conftest import planned, read_losses, shardwright, training, until
+from .conftest import planned, read_losses, saved, shardwright, started, training, until
 
 pytestmark = pytest.mark.clusters
 
@@ -41,20 +37,15 @@ def test_two_nodes_train_as_one_machine(plan: Path, cluster: Any, local_losses: 
 
 
 def test_a_node_that_dies_is_replaced_and_the_run_goes_on(
-    plan: Path, cluster: Any, local_losses: list[float], tmp_path: Path
+    saving: Path, cluster: Any, local_losses: list[float], tmp_path: Path
 ) -> None:
     losses, output = tmp_path / "losses.json", tmp_path / "output"
-    settings = json.loads((plan / "training_arguments.json").read_text())
-    (plan / "training_arguments.json").write_text(json.dumps(settings | {"save_strategy": "steps", "save_steps": 20}))
-    command = [sys.executable, "-m", "shardwright", "launch", str(plan), "--on", "ray", "--address", cluster.address]
-    command += ["--no-check-nodes", "--restarts", "1", "--", *training(losses)]
-    with output.open("w") as written:
-        running = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env=environment())
-        first = plan / "model" / "checkpoint-20" / "checkpoint_complete.json"
-        until(first.exists, 200, "checkpoint", output)
-        cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.is_head()), allow_graceful=False)
-        cluster.add_node(**NODE)
-        assert running.wait(timeout=300) == 0, output.read_text()
+    words = ["launch", str(saving), "--on", "ray", "--address", cluster.address, "--no-check-nodes", "--restarts", "1"]
+    running = started([*words, "--", *training(losses)], output)
+    until(saved(saving, 20).exists, 200, "checkpoint", output)
+    cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.is_head()), allow_graceful=False)
+    cluster.add_node(**NODE)
+    assert running.wait(timeout=300) == 0, output.read_text()
     assert "goes on from its newest whole checkpoint" in output.read_text()
     assert len(read_losses(losses)) < len(local_losses)
     assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cluster_hosts import NAMES, Hosts, environment
+from cluster_hosts import NAMES, Hosts
 
-from .conftest import read_losses, shardwright, start_sshd, training, until
+from .conftest import read_losses, saved, shardwright, start, started, training, until
 
 pytestmark = pytest.mark.clusters
 
@@ -32,48 +30,34 @@ def test_two_machines_train_as_one(model: Path, over_ssh: list[str], tmp_path: P
 
 
 def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
-    plan: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
+    saving: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
 ) -> None:
     """The second host loses its power behind the first checkpoint and comes back."""
-    losses = tmp_path / "losses.json"
-    settings = json.loads((plan / "training_arguments.json").read_text())
-    (plan / "training_arguments.json").write_text(json.dumps(settings | {"save_strategy": "steps", "save_steps": 20}))
-    command = [sys.executable, "-m", "shardwright", "launch", str(plan), *over_ssh, "--no-check-nodes"]
-    command += ["--restarts", "1", "--wait-for-nodes", "60", "--", *training(losses)]
-    with (tmp_path / "output").open("w+") as output:
-        running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
-        until(lambda: (plan / "model" / "checkpoint-20" / "checkpoint_complete.json").exists(), 200, "checkpoint")
-        hosts.kill(NAMES[1])
-        until(
-            lambda: "waiting" in (tmp_path / "output").read_text(),
-            60,
-            "remark that a host is missing",
-            tmp_path / "output",
-        )
-        start_sshd(hosts, NAMES[1])
-        assert running.wait(timeout=300) == 0, (tmp_path / "output").read_text()
-    told = (tmp_path / "output").read_text()
-    assert f"60 s for {NAMES[1]}" in told
+    losses, output = tmp_path / "losses.json", tmp_path / "output"
+    words = ["launch", str(saving), *over_ssh, "--no-check-nodes", "--restarts", "1", "--wait-for-nodes", "60"]
+    running = started([*words, "--", *training(losses)], output)
+    until(saved(saving, 20).exists, 200, "checkpoint", output)
+    hosts.kill(NAMES[1])
+    until(lambda: "waiting" in output.read_text(), 60, "remark that a host is missing", output)
+    start(hosts, NAMES[1])
+    assert running.wait(timeout=300) == 0, output.read_text()
+    assert f"60 s for {NAMES[1]}" in output.read_text()
     assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
 
 
 def test_a_run_goes_on_with_the_host_that_is_left(
-    plan: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
+    saving: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
 ) -> None:
     """The first host dies, where ranks met; the second alone takes twice the micro-batches, from a checkpoint."""
     losses, output = tmp_path / "losses.json", tmp_path / "output"
-    settings = json.loads((plan / "training_arguments.json").read_text())
-    (plan / "training_arguments.json").write_text(json.dumps(settings | {"save_strategy": "steps", "save_steps": 20}))
-    command = [sys.executable, "-m", "shardwright", "launch", str(plan), *over_ssh, "--no-check-nodes"]
-    command += ["--restarts", "1", "--wait-for-nodes", "0", "--min-nodes", "1", "--", *training(losses)]
-    with output.open("w") as written:
-        running = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env=environment())
-        until((plan / "model" / "checkpoint-20" / "checkpoint_complete.json").exists, 200, "checkpoint", output)
-        hosts.kill(NAMES[0])
-        try:
-            assert running.wait(timeout=300) == 0, output.read_text()
-        finally:
-            start_sshd(hosts, NAMES[0])
+    words = ["launch", str(saving), *over_ssh, "--no-check-nodes", "--restarts", "1", "--wait-for-nodes", "0"]
+    running = started([*words, "--min-nodes", "1", "--", *training(losses)], output)
+    until(saved(saving, 20).exists, 200, "checkpoint", output)
+    hosts.kill(NAMES[0])
+    try:
+        assert running.wait(timeout=300) == 0, output.read_text()
+    finally:
+        start(hosts, NAMES[0])
     assert f"no answer from {NAMES[0]}: going on with 1 of 2 machines" in output.read_text()
     found = read_losses(losses)
     assert len(found) <= len(local_losses) - 20
@@ -81,15 +65,14 @@ def test_a_run_goes_on_with_the_host_that_is_left(
 
 
 def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardwright", "launch", str(plan), *over_ssh, "--no-check-nodes"]
-    command += ["--", *training(tmp_path / "losses.json", steps=100_000)]
-    with (tmp_path / "output").open("w+") as output:
-        running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
-        until(lambda: "'loss'" in (tmp_path / "output").read_text(), 200, "first steps")
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=120) == 128 + signal.SIGTERM, (tmp_path / "output").read_text()
-    saved = list((plan / "model").glob("checkpoint-*"))
-    assert len(saved) == 1, "one whole checkpoint"
+    output = tmp_path / "output"
+    words = ["launch", str(plan), *over_ssh, "--no-check-nodes", "--"]
+    running = started([*words, *training(tmp_path / "losses.json", steps=100_000)], output)
+    until(lambda: "'loss'" in output.read_text(), 200, "first steps", output)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(timeout=120) == 128 + signal.SIGTERM, output.read_text()
+    checkpoints = list((plan / "model").glob("checkpoint-*"))
+    assert len(checkpoints) == 1, "one whole checkpoint"
     done = shardwright(["check", str(plan)])
     assert done.returncode == 0, done.stderr
 
