@@ -38,7 +38,7 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
         "name": ("slurm", "ray", "kubernetes", "jobset", "skypilot"),
         "image": ("kubernetes", "jobset"),
         "volume": ("kubernetes", "jobset"),
-        "min_nodes": ("ssh",),
+        "min_nodes": ("ssh", "ray"),
         "nodes": ("local",),
         "turn_ended": ("local",),
     }
@@ -210,6 +210,7 @@ def _on_ray(job: ClusterJob, options: LaunchOptions) -> int:
     from ...plugins.clusters.ray_train import ray_run, run_on_ray
 
     settings: dict[str, Any] = {"restarts": options.restarts, "wait_seconds": options.wait_for_nodes}
+    settings["least"] = _least_nodes(job, options)
     if options.dry_run:
         import yaml
 

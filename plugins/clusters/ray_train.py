@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.plan.fewer_nodes import most_nodes
 from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
@@ -36,18 +37,27 @@ def worker_resources(plan: Plan) -> dict[str, float]:
     return {"CPU": ranks} if plan.hardware.gpu == "CPU" else {"CPU": ranks, "GPU": ranks}
 
 
-def ray_run(job: ClusterJob, *, restarts: int, wait_seconds: float) -> dict[str, Any]:
-    """Return what `TorchTrainer` is made of, as keywords of its configurations, and the command of the first node."""
-    plan = job.plan
+def ray_run(job: ClusterJob, *, restarts: int, wait_seconds: float, least: int) -> dict[str, Any]:
+    """Return what `TorchTrainer` is made of, as keywords of its configurations, and the command of the first node.
+
+    Where fewer nodes do, Ray Train counts those that there are for each turn (`ElasticScalingPolicy` of ray 2.60). Its
+    count is up to 20 s old: of a node that has just died it waits in vain for a worker, and counts anew then, which is
+    a failure of the controller for each restart. It would also end a running turn for a node that has come back.
+    """
+    plan, nodes = job.plan, job.plan.hardware.nodes
     return {
         "scaling_config": {
-            "num_workers": plan.hardware.nodes,
+            "num_workers": nodes if least == nodes else (least, nodes),
             "use_gpu": plan.hardware.gpu != "CPU",
             "resources_per_worker": worker_resources(plan),
             "placement_strategy": "STRICT_SPREAD" if plan.hardware.nodes > 1 else "PACK",
+            "elastic_resize_monitor_interval_s": _LONGEST_RUN_SECONDS,
         },
         # A node that does not come in time is a failure of the controller.
-        "failure_config": {"max_failures": restarts, "controller_failure_limit": restarts},
+        "failure_config": {
+            "max_failures": restarts,
+            "controller_failure_limit": restarts if least == nodes else 2 * restarts,
+        },
         "environment": {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(wait_seconds)},
         "worker": job.node_words(NodePlace(rank="RANK", main_address="FIRST_NODE", main_port="PORT")),
     }
@@ -86,15 +96,23 @@ def connect(address: str | None) -> None:
         raise UsageError(Fault(where="address", value=address, rule=rule, fix=fix)) from None
 
 
-def ray_node_faults(plan: Plan) -> list[Fault]:
-    """Return a fault where the cluster that this process is connected to has too few nodes for a plan."""
+def ray_node_faults(plan: Plan, *, least: int) -> list[Fault]:
+    """Return a fault where the cluster that this process is connected to does not suit a plan: too few nodes, or those
+    on which Ray Train would count two workers of a run that goes on with fewer.
+    """
     import ray
 
     needed = worker_resources(plan)
     there = [node for node in ray.nodes() if node["Alive"] and _has(node["Resources"], needed)]
-    if len(there) >= plan.hardware.nodes:
-        return []
     each = " and ".join(f"{count:.0f} {name}" for name, count in needed.items())
+    if len(there) >= plan.hardware.nodes:
+        # ray 2.60 packs workers when it counts them (`autoscaling_coordinator_client.py`), wherever they may be placed.
+        twice = {name: 2 * count for name, count in needed.items()}
+        if least == plan.hardware.nodes or not any(_has(node["Resources"], twice) for node in there):
+            return []
+        rule = f"counts nodes by their room for {each}, and one has twice as much"
+        fix = "plan for all accelerators of a node, start Ray with --num-cpus and --num-gpus, or leave --min-nodes out"
+        return [Fault(where="min_nodes", value=least, rule=rule, fix=fix)]
     rule = f"the plan has {plan.hardware.nodes} nodes with {each} each, the cluster {len(there)}"
     return [Fault(where="nodes", value=plan.hardware.name, rule=rule, fix="plan for what there is, or add nodes")]
 
@@ -127,7 +145,7 @@ class _Turns:
         return next(iter(refused or self._failures[-1:]), None)
 
 
-def run_on_ray(job: ClusterJob, *, address: str | None, restarts: int, wait_seconds: float) -> None:
+def run_on_ray(job: ClusterJob, *, address: str | None, restarts: int, wait_seconds: float, least: int) -> None:
     """Run a plan on a Ray cluster and wait for its end; a run that fails goes on from its newest whole checkpoint.
 
     Args:
@@ -135,12 +153,13 @@ def run_on_ray(job: ClusterJob, *, address: str | None, restarts: int, wait_seco
         address: `HOST:PORT` of the cluster; `None` for `RAY_ADDRESS`, else the cluster of this machine.
         restarts: How often a run that failed is started again, on the nodes that there are then.
         wait_seconds: How long the nodes are waited for.
+        least: With how many nodes a restart goes on, where others are missing.
 
     Raises:
         UsageError: there is no Ray, no cluster, or one with too few nodes.
         ShardwrightError: the run failed once more than it is restarted.
     """
-    run = ray_run(job, restarts=restarts, wait_seconds=wait_seconds)
+    run = ray_run(job, restarts=restarts, wait_seconds=wait_seconds, least=least)
     os.environ.update(run["environment"])
     connect(address)
     import ray
@@ -149,11 +168,17 @@ def run_on_ray(job: ClusterJob, *, address: str | None, restarts: int, wait_seco
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     try:
-        if faults := ray_node_faults(job.plan):
+        if faults := ray_node_faults(job.plan, least=least):
             raise UsageError(faults)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         turns = ray.remote(num_cpus=0)(_Turns).options(scheduling_strategy=here).remote()
-        node = {"job": job, "turns": turns, "directory": str(Path.cwd()), "environment": exported_variables()}
+        node = {
+            "job": job,
+            "least": least,
+            "turns": turns,
+            "directory": str(Path.cwd()),
+            "environment": exported_variables(),
+        }
         # Ray Train wants a directory that all nodes see, and leaves next to nothing in it.
         with tempfile.TemporaryDirectory(prefix=".ray-", dir=job.directory, ignore_cleanup_errors=True) as storage:
             trainer = TorchTrainer(
@@ -211,16 +236,22 @@ def _run_node(node: Mapping[str, Any]) -> None:
     from ray import train
     from ray.train.collective import broadcast_from_rank_zero
 
-    rank, meeting = train.get_context().get_world_rank(), None
+    there, rank, meeting = train.get_context().get_world_size(), train.get_context().get_world_rank(), None
     if rank == 0:
         meeting = (ray.get(node["turns"].begin.remote()), ray.util.get_node_ip_address(), _two_free_ports())
     turn, address, port = broadcast_from_rank_zero(meeting)
-    if turn == _ENDED:
-        return
     job: ClusterJob = node["job"].resumed() if turn else node["job"]
+    nodes = most_nodes(job.plan, there, least=node["least"])
+    if turn == _ENDED or (nodes is not None and rank >= nodes):
+        # A number of nodes that does not divide the global batch leaves some over.
+        return
+    if nodes is None:
+        raise RuntimeError(f"there are {there} nodes, of {node['least']} that the plan needs")
+    fewer = None if nodes == job.plan.hardware.nodes else nodes
     if turn and rank == 0:
-        print("the run goes on from its newest whole checkpoint", flush=True)
-    words = job.node_words(NodePlace(rank=rank, main_address=address, main_port=port), "--until-stdin-closes")
+        print(f"the run goes on from its newest whole checkpoint, with {nodes} nodes", flush=True)
+    place = NodePlace(rank=rank, main_address=address, main_port=port, nodes=fewer)
+    words = job.node_words(place, "--until-stdin-closes")
     text = ("-C", node["directory"], *(f"{name}={value}" for name, value in node["environment"].items()), *words)
     launch = Launch(program=("env",), arguments=text, ends_with_starter=True)
     try:

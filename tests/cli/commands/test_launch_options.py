@@ -25,7 +25,7 @@ from shardwright.plugins.clusters.ssh import own_program
         (["--on", "slurm", "--dry-run", "--sbatch=--time=1\n#SBATCH --uid=0"], "must read --NAME=VALUE"),
         (["--on", "ssh", "--address", "a:6379"], "address = 'a:6379': is for --on ray, not ssh"),
         (["--on", "ray", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not ray"),
-        (["--on", "slurm", "--min-nodes", "1"], "min_nodes = 1: is for --on ssh, not slurm"),
+        (["--on", "slurm", "--min-nodes", "1"], "min_nodes = 1: is for --on ssh or ray, not slurm"),
         (["--nodes", "1"], "nodes = 1: needs --node-rank and --main-address"),
         (["--on", "jobset", "--sbatch=--time=1"], "is for --on slurm, not jobset"),
     ],
