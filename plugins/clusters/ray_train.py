@@ -45,13 +45,15 @@ def ray_run(job: ClusterJob, *, restarts: int, wait_seconds: float, least: int) 
     a failure of the controller for each restart. It would also end a running turn for a node that has come back.
     """
     plan, nodes = job.plan, job.plan.hardware.nodes
+    workers: dict[str, Any] = {"num_workers": nodes}
+    if least < nodes:
+        workers = {"num_workers": (least, nodes), "elastic_resize_monitor_interval_s": _LONGEST_RUN_SECONDS}
     return {
         "scaling_config": {
-            "num_workers": nodes if least == nodes else (least, nodes),
+            **workers,
             "use_gpu": plan.hardware.gpu != "CPU",
             "resources_per_worker": worker_resources(plan),
-            "placement_strategy": "STRICT_SPREAD" if plan.hardware.nodes > 1 else "PACK",
-            "elastic_resize_monitor_interval_s": _LONGEST_RUN_SECONDS,
+            "placement_strategy": "STRICT_SPREAD" if nodes > 1 else "PACK",
         },
         # A node that does not come in time is a failure of the controller.
         "failure_config": {

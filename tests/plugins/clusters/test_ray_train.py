@@ -12,7 +12,7 @@ import pytest
 import yaml
 from planning import public_model
 from shardwright.cli.main import run
-from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.clusters import ray_train
@@ -54,6 +54,34 @@ def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.Capture
     assert train.ScalingConfig(**told["scaling_config"]).total_resources == {"CPU": 16.0, "GPU": 16.0}
     assert train.FailureConfig(**told["failure_config"]).max_failures == 3
     assert told["worker"][-3:] == ["--", "--max-steps", "7"]
+    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--min-nodes", "1"]) == 0
+    told = yaml.safe_load(capsys.readouterr().out)
+    scaling = train.ScalingConfig(
+        **told["scaling_config"] | {"num_workers": tuple(told["scaling_config"]["num_workers"])}
+    )
+    assert (scaling.min_workers, scaling.max_workers) == (1, 2)
+    assert told["failure_config"] == {"max_failures": 3, "controller_failure_limit": 6}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "least", "said"),
+    [
+        ([8, 8], 2, None),
+        ([8, 16], 1, "min_nodes = 1: counts nodes by their room for 8 CPU and 8 GPU, and one has twice as much"),
+        ([8, 16], 2, None),
+        ([8, 12], 1, None),
+        ([8], 1, "the plan has 2 nodes with 8 CPU and 8 GPU each, the cluster 1"),
+    ],
+)
+def test_nodes_are_counted_before_anything_is_submitted(
+    plan: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int], least: int, said: str | None
+) -> None:
+    import ray
+
+    there = [{"Alive": True, "Resources": {"CPU": count, "GPU": count}} for count in nodes]
+    monkeypatch.setattr(ray, "nodes", lambda: there)
+    found = ray_train.ray_node_faults(Plan.load(plan), least=least)
+    assert [str(said) in str(fault) for fault in found] == [True] * (said is not None)
 
 
 def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
