@@ -15,6 +15,7 @@ from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan_job
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ..data.samples import Samples
 from ..data.sources import local_place
 from ..runs.inputs import (
     chosen_hardware,
@@ -121,6 +122,17 @@ def prepare_train(
     if faults:
         raise UsageError(faults)
     assert plan and tokenizer and samples, "what failed left a fault"
+    kept = _evenly_held_out(samples, plan, settings, notify)
+    found = {"settings": settings, "plan": plan, "samples": kept, "tokenizer": tokenizer, "place": place}
+    return PreparedTrain(model=model, **found)
+
+
+def _evenly_held_out(samples: Samples, plan: Plan, settings: TrainSettings, notify: Notify) -> Samples:
+    """Return the samples with those held out that make whole batches, and remark on what was read.
+
+    Raises:
+        UsageError: `--arg` states what the plan decides, or more held-out samples at once than there are.
+    """
     faults = planned_argument_faults(settings, plan) + settings.engine_faults(plan.chosen.strategy.engine)
     at_once = settings.arg.get("per_device_eval_batch_size")
     most = evaluation_batch_size(plan, min(settings.evaluation_samples, len(samples.evaluation)))
@@ -136,8 +148,7 @@ def prepare_train(
         notify(read_line(kept, settings, plan))
     if cut := kept.statistics.cut_rows:
         notify(f"{cut} of {kept.statistics.rows} rows are longer than {settings.seq_len} tokens: their end is cut off")
-    found = {"settings": settings, "plan": plan, "samples": kept, "tokenizer": tokenizer, "place": place}
-    return PreparedTrain(model=model, **found)
+    return kept
 
 
 def _edited_faults(plan: Plan, place: str) -> list[Fault]:
