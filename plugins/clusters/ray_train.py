@@ -251,7 +251,7 @@ def _run_node(node: Mapping[str, Any]) -> None:
         raise RuntimeError(f"there are {there} nodes, of {node['least']} that the plan needs")
     fewer = None if nodes == job.plan.hardware.nodes else nodes
     if turn and rank == 0:
-        print(f"the run goes on from its newest whole checkpoint, with {nodes} nodes", flush=True)
+        print(f"the run goes on from its newest whole checkpoint, with {nodes} node(s)", flush=True)
     place = NodePlace(rank=rank, main_address=address, main_port=port, nodes=fewer)
     words = job.node_words(place, "--until-stdin-closes")
     text = ("-C", node["directory"], *(f"{name}={value}" for name, value in node["environment"].items()), *words)

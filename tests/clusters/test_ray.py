@@ -51,6 +51,25 @@ def test_a_node_that_dies_is_replaced_and_the_run_goes_on(
     assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
 
 
+def test_a_run_goes_on_with_the_node_that_is_left(
+    saving: Path, cluster: Any, local_losses: list[float], tmp_path: Path
+) -> None:
+    """At once, or after waiting in vain: Ray's count of nodes may still hold the dead one."""
+    losses, output = tmp_path / "losses.json", tmp_path / "output"
+    words = ["launch", str(saving), "--on", "ray", "--address", cluster.address, "--no-check-nodes", "--restarts", "1"]
+    running = started([*words, "--min-nodes", "1", "--wait-for-nodes", "25", "--", *training(losses)], output)
+    until(saved(saving, 20).exists, 200, "checkpoint", output)
+    cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.is_head()), allow_graceful=False)
+    try:
+        assert running.wait(timeout=300) == 0, output.read_text()
+    finally:
+        cluster.add_node(**NODE)
+    assert "goes on from its newest whole checkpoint, with 1 node(s)" in output.read_text()
+    found = read_losses(losses)
+    assert len(found) <= len(local_losses) - 20
+    assert found == pytest.approx(local_losses[-len(found) :], abs=1e-5)
+
+
 def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
     model: Path, cluster: Any, tmp_path: Path
 ) -> None:
