@@ -8,7 +8,6 @@ and writes the record, while the training goes on. Until then the checkpoint is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ...plugins.launching.notes import Notify, note_on_first_rank
 from ...plugins.transformers.finite_weights import gathered
 from .agreement import on_first_rank, together
 from .record import FileRecord, flush_tree, flushed_records, write_record
-from .resume_rules import compared
+from .resume_rules import compared, finished_faults
 from .run_facts import run_facts, trained_tensors
 from .selection import Selection, checkpoints, named_checkpoint, newest_whole, rotate, set_aside
 
@@ -126,7 +125,7 @@ class CheckpointCallback(TrainerCallback):
         def chosen() -> tuple[str, bool]:
             selection = choose()
             faults, remarks = compared(selection.record.facts, facts)
-            faults += _finished_faults(selection, facts, self._trainer.args.max_steps)
+            faults += finished_faults(selection, facts, self._trainer.args.max_steps)
             if faults:
                 raise UsageError(faults)
             for line in (*(f"skipped: {one}" for one in selection.skipped), *remarks):
@@ -235,15 +234,3 @@ class CheckpointCallback(TrainerCallback):
         mark = together(finish.result, f"{finish.name} could not be finished")
         if self._nodes > 1:
             together(mark, f"{finish.name} could not be marked complete")
-
-
-def _finished_faults(selection: Selection, facts: Mapping[str, Any], max_steps: int) -> list[Fault]:
-    """Refuse to go on with what is done: the Trainer of Transformers 5.17.0 would take one more step."""
-    if selection.record.facts.get("max_steps") == facts.get("max_steps"):
-        state = json.loads((selection.path / "trainer_state.json").read_text(encoding="utf-8"))
-        max_steps = state["max_steps"]
-    if not 0 < max_steps <= selection.record.step:
-        return []
-    fix = "raise max_steps, or take the weights of the checkpoint"
-    rule = f"all of {max_steps} steps are done"
-    return [Fault(where="resume", value=selection.path.name, rule=rule, fix=fix)]

@@ -7,11 +7,13 @@ checkpoint has the states of another engine, and counts steps of another batch o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import Fault
+from .selection import Selection
 
 Action = Literal["refused", "converted", "remarked"]
 _ANEW = "go on as the checkpoint was trained, or start anew from its weights by naming it as the model"
@@ -77,3 +79,21 @@ def _action(rule: Rule, saved: Mapping[str, Any], now: Mapping[str, Any]) -> tup
         fix = f"launch {saved[rule.fact]} ranks, or start anew from its weights by naming it as the model"
         return "refused", "stages and axes keep their ranks", fix
     return rule.action, rule.why, _ANEW
+
+
+def finished_faults(selection: Selection, facts: Mapping[str, Any], max_steps: int) -> list[Fault]:
+    """Refuse to go on with what is done: the Trainer of Transformers 5.17.0 would take one more step.
+
+    Args:
+        selection: The checkpoint.
+        facts: Those of the run that would go on.
+        max_steps: Its optimizer steps; 0 or less where only its epochs are known.
+    """
+    if selection.record.facts.get("max_steps") == facts.get("max_steps"):
+        state = json.loads((selection.path / "trainer_state.json").read_text(encoding="utf-8"))
+        max_steps = state["max_steps"]
+    if not 0 < max_steps <= selection.record.step:
+        return []
+    fix = "raise the steps or epochs, or take the weights of the checkpoint"
+    rule = f"all of {max_steps} steps are done"
+    return [Fault(where="resume", value=selection.path.name, rule=rule, fix=fix)]

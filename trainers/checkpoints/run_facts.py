@@ -1,12 +1,16 @@
-"""Facts of the run that saved a checkpoint, told by the Trainer that saves or is about to resume."""
+"""Facts of the run that saved a checkpoint, told by the Trainer that saves or is about to resume, or by its plan."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
+from ...ds_configs.plan.plan import Plan
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 
@@ -31,9 +35,47 @@ def run_facts(trainer: Any) -> dict[str, Any]:
         "axes": _axes(trainer, deepspeed or {}),
         "world_size": args.world_size,
         "global_batch_size": trainer.get_total_train_batch_size(args),
+        "precision": args.mixed_precision,
+        **_argument_facts(args),
+        "model": _model(trainer.model),
+        "trained": trained_tensors(trainer.model),
+        "data": _data(trainer.train_dataset),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+    }
+    return _as_recorded(facts)
+
+
+def planned_facts(plan: Plan, arguments: Mapping[str, Any], samples: Any) -> dict[str, Any]:
+    """Return those of the same facts that are known before a rank starts.
+
+    Args:
+        plan: What is launched.
+        arguments: Keys of `TrainingArguments`, as the ranks get them.
+        samples: What is trained on; `None` where only the ranks know their order.
+    """
+    from transformers import TrainingArguments
+
+    strategy = plan.chosen.strategy
+    defaults = {one.name: one.default for one in dataclasses.fields(TrainingArguments)}
+    facts = {
+        "engine": "ddp" if strategy.engine == "single" else strategy.engine,
+        "zero_stage": strategy.zero_stage,
+        # Axes have other names where they are in use, by who divides.
+        "axes": None if strategy.axes or strategy.label.endswith("-hybrid") else {},
+        "world_size": plan.hardware.world_size,
+        "global_batch_size": strategy.global_batch_size,
+        "precision": {"fp32": "no"}.get(plan.job.precision, plan.job.precision),
+        **_argument_facts(SimpleNamespace(**defaults | dict(arguments))),
+        "data": _data(samples),
+    }
+    return _as_recorded(facts)
+
+
+def _argument_facts(args: Any) -> dict[str, Any]:
+    """Return the facts that training arguments tell alone."""
+    return {
         "micro_batch_size": args.per_device_train_batch_size,
         "seed": args.seed if args.data_seed is None else [args.seed, args.data_seed],
-        "precision": args.mixed_precision,
         "optimizer": [
             str(getattr(args.optim, "value", args.optim)),
             args.adam_beta1,
@@ -45,11 +87,10 @@ def run_facts(trainer: Any) -> dict[str, Any]:
         "weight_decay": args.weight_decay,
         "max_grad_norm": args.max_grad_norm,
         "max_steps": args.max_steps if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs",
-        "model": _model(trainer.model),
-        "trained": trained_tensors(trainer.model),
-        "data": _data(trainer.train_dataset),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
     }
+
+
+def _as_recorded(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in json.loads(json.dumps(facts)).items() if value is not None}
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from ...ds_configs.specs.errors import UsageError
 from ..checkpoints.record import Reader, read_complete, read_whole
+from ..checkpoints.resume_rules import compared, finished_faults
 from ..checkpoints.selection import Selection, checkpoints, newest_whole
 
 CHECKPOINTS = "checkpoints"
@@ -26,6 +30,27 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 def whole_checkpoint(output_dir: Path) -> Selection | None:
     """Return the newest whole checkpoint; raises and returns as `last_checkpoint`."""
     return _newest(output_dir, read_whole)
+
+
+def refuse_to_resume(output_dir: Path, facts: Mapping[str, Any], *, steps: int) -> None:
+    """Tell before a rank starts what forbids to go on from the newest checkpoint.
+
+    Args:
+        output_dir: Of the training.
+        facts: What `planned_facts` tells of the run that would go on.
+        steps: Its optimizer steps.
+
+    Raises:
+        UsageError: all steps are done, or the run differs from the one that saved in what cannot be carried over.
+        RefusedInputError: there are checkpoints, but none is whole.
+    """
+    # Every byte is read only where nothing else is going to be: the ranks would pass over a damaged one.
+    for read in (read_complete, read_whole):
+        found = _newest(output_dir, read)
+        faults = [] if found is None else compared(found.record.facts, facts)[0] + finished_faults(found, facts, steps)
+        if not faults:
+            return
+    raise UsageError(faults)
 
 
 def _newest(output_dir: Path, read: Reader) -> Selection | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from .settings import LaunchedSettings, is_without
 
 if TYPE_CHECKING:
     from ...ds_configs.specs.hardware import HardwareSpec
+    from ...ds_configs.specs.strategy import Strategy
 
 _DEFAULT_GLOBAL_BATCH = 32
 
@@ -125,6 +127,14 @@ def evenly_held_out(
 def evaluation_batch_size(plan: Plan, samples: int) -> int:
     """Return the held-out samples of one forward pass on one rank: a micro-batch, or fewer where there are few."""
     return max(1, min(plan.chosen.strategy.micro_batch_size, samples // plan.hardware.world_size))
+
+
+def optimizer_steps(settings: LaunchedSettings, strategy: Strategy, samples: int) -> int:
+    """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
+    if settings.max_steps is not None:
+        return settings.max_steps
+    batches = ceil(ceil(samples / strategy.micro_batch_size) / strategy.data_parallel_size)
+    return ceil(settings.epochs * max(1, ceil(batches / strategy.gradient_accumulation_steps)))
 
 
 def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: Any) -> TrainingJob:

@@ -25,12 +25,13 @@ from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, Shard
 from ...plugins.huggingface_hub.model_directory import model_directory
 from ...plugins.huggingface_hub.push import pushed
 from ...plugins.launching.notes import Notify, OnProgress
+from ..checkpoints.run_facts import planned_facts
 from ..data.samples import Samples
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
 from ..reports.read import TRAINING_FILE
-from .checkpoints import CHECKPOINTS, last_checkpoint
-from .inputs import evaluation_batch_size
+from .checkpoints import CHECKPOINTS, last_checkpoint, refuse_to_resume
+from .inputs import evaluation_batch_size, optimizer_steps
 from .launch import checking_launch, compile_operators, planned_launch, run_launches, write_job
 from .progress import Figures, OnFigures, OnStep
 from .report import LaunchedOutcome, read_metrics
@@ -100,6 +101,11 @@ class PreparedTraining(ABC, Generic[Outcome]):
         """Models that ranks load weights of, by the setting that holds the revision of each."""
 
     @property
+    def own_arguments(self) -> Mapping[str, Any]:
+        """Keys of `TrainingArguments` beside those that the plan and the settings of every training ask for."""
+        return {}
+
+    @property
     def least_bytes(self) -> int:
         """Bytes that the trained weights will take at least: two for each where all are saved."""
         return 2 * self.plan.model.parameter_count if self.settings.method == "full" else 0
@@ -137,13 +143,15 @@ def run_training(
         command: Command line that asked for it, for the report.
 
     Raises:
-        UsageError: another run writes to the directory.
+        UsageError: another run writes to the directory, or what it holds cannot be gone on with.
         DoesNotFitError: the model does not fit on its disk.
         ShardwrightError: a rank failed; says which and why.
     """
     if faults := disk_faults(output_dir, needed_bytes=prepared.least_bytes):
         raise DoesNotFitError("\n".join(map(str, faults)))
     settings = prepared.settings
+    if resume:
+        _refuse_to_resume(prepared, output_dir)
     with (
         reserved(output_dir, force=force or resume),
         pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify),
@@ -156,6 +164,15 @@ def run_training(
         except (KeyboardInterrupt, SystemExit):
             notify(_what_is_left(output_dir))
             raise
+
+
+def _refuse_to_resume(prepared: PreparedTraining[Any], output_dir: Path) -> None:
+    plan, samples = prepared.plan, prepared.samples.train
+    # Ranks draw the order of samples that are divided among machines.
+    compared = None if prepared.samples.statistics.machines > 1 else samples
+    facts = planned_facts(plan, _arguments(prepared, output_dir), compared)
+    steps = optimizer_steps(prepared.settings, plan.chosen.strategy, len(samples))
+    refuse_to_resume(output_dir, facts, steps=steps)
 
 
 def _what_is_left(output_dir: Path) -> str:
@@ -180,8 +197,11 @@ def run_part(
     """Run the part of a machine that is not the first: its ranks, without a report.
 
     Raises:
+        UsageError: the directory holds what cannot be gone on with.
         ShardwrightError: a rank failed, here or elsewhere; says which and why.
     """
+    if resume:
+        _refuse_to_resume(prepared, output_dir)
     with _workplace() as work:
         settings = _with_weights_here(prepared)
         _launch(prepared, settings, output_dir, work, resume=resume, check_nodes=check_nodes, notify=notify)
@@ -339,4 +359,4 @@ def _arguments(prepared: PreparedTraining[Any], output_dir: Path) -> dict[str, A
         arguments["max_steps"] = settings.max_steps
     if settings.save_steps is not None:
         arguments["save_steps"] = settings.save_steps
-    return arguments
+    return arguments | prepared.own_arguments

@@ -54,16 +54,22 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
         """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
         return train_file_names(self.settings)
 
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Keys of `TrainingArguments` that the user states, and the order of samples that each machine draws itself."""
+        return self.settings.arg | ({"train_sampling_strategy": "sequential"} if self._is_divided else {})
+
+    @property
+    def _is_divided(self) -> bool:
+        return self.samples.statistics.machines > 1
+
     def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> TrainJob:
         """Return what the ranks are told."""
-        arguments = common["training_arguments"] | self.settings.arg
         model = str(Path(self.model).absolute()) if Path(self.model).exists() else self.model
         divided: dict[str, Any] = {}
-        if self.samples.statistics.machines > 1:
+        if self._is_divided:
             divided = divided_job_fields(self.samples.statistics, self.settings, self.plan)
-            # Ranks get the samples in their order, which each machine draws for its own.
-            arguments |= {"train_sampling_strategy": "sequential"}
-        return TrainJob(**{**common, "training_arguments": arguments, "model": model, **divided})
+        return TrainJob(**{**common, "model": model, **divided})
 
     def report(
         self, result: Mapping[str, Any], common: Mapping[str, Any]

@@ -228,6 +228,27 @@ def test_training_from_python_and_resuming(
     assert [entry["loss"] for entry in again.metrics] == [entry["loss"] for entry in whole.metrics]
     assert (again.result.before, again.result.after) == (whole.result.before, whole.result.after)
     assert capsys.readouterr().out == ""
+    _refused_before_a_rank_starts(model, tmp_path, how, capsys)
+    assert len(one_rank) == 2
+
+
+def _refused_before_a_rank_starts(
+    model: Path, tmp_path: Path, how: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finished run, and ones that differ from it, each in one line; a damaged checkpoint is no reason to refuse."""
+    words = ["train", str(model), "--output-dir", str(tmp_path / "again"), "--resume"]
+    before = sorted((tmp_path / "again").rglob("*"))
+    for changed, said in (
+        ({}, "resume = 'checkpoint-4': all of 4 steps are done; raise the steps or epochs"),
+        ({"max_steps": None, "epochs": 0.01}, "resume = 'checkpoint-4': all of 1 steps are done"),
+        ({"max_steps": 9, "learning_rate": 2e-2}, "resume: learning_rate = 0.02: the checkpoint was saved with 0.01"),
+        ({"max_steps": 9, "seq_len": 12}, "resume: data = "),
+    ):
+        (tmp_path / "settings.yaml").write_text(json.dumps(how | changed))
+        assert run([*words, "--config", str(tmp_path / "settings.yaml")]) == 2
+        told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+        assert len(told) == 1 and told[0].startswith(f"error: {said}"), told
+    assert sorted((tmp_path / "again").rglob("*")) == before
 
 
 def _parent(directory: Path) -> Path:

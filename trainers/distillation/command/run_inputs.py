@@ -56,6 +56,11 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
         """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
         return distillation_file_names(self.settings)
 
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Keys of `TrainingArguments` by which the student is measured before its first step."""
+        return {"eval_on_start": True}
+
     def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> WorkerJob:
         """Leave the teacher's tokenizer, and return what the ranks are told."""
         self.teacher_tokenizer.save_pretrained(str(work / TEACHER_TOKENIZER))
@@ -63,8 +68,7 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
         own: dict[str, Any] = {"teacher": self.teacher, "student": self.student, "vocab_size": self.vocab_size}
         if cache:
             own["settings"] = common["settings"].model_copy(update={"teacher_cache": str(Path(cache).absolute())})
-        arguments = common["training_arguments"] | {"eval_on_start": True}
-        return WorkerJob(**{**common, "training_arguments": arguments, **own})
+        return WorkerJob(**{**common, **own})
 
     def report(
         self, result: Mapping[str, Any], common: Mapping[str, Any]

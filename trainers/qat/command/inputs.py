@@ -26,6 +26,7 @@ from ...runs.inputs import (
     evenly_held_out,
     launch_faults,
     named_samples,
+    optimizer_steps,
     trained_teacher,
     training_job,
 )
@@ -38,7 +39,6 @@ from .request import (
     QATJob,
     QATSettings,
     calibration_faults,
-    optimizer_steps,
     qat_config,
     qat_settings_faults,
     teacher_distance_config,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +17,6 @@ from ..rounding.config import BitSchedule, InputRanges, KvCacheNumbers, LoraMode
 from ..rounding.rounding import WeightRule
 
 if TYPE_CHECKING:
-    from ....ds_configs.specs.strategy import Strategy
     from ...distillation.config import DistillationConfig
 
 SELF = "self"
@@ -193,14 +191,6 @@ def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | No
 def is_own_teacher(settings: QATSettings, model: str) -> bool:
     """Tell whether the teacher is the model in full precision, at the revision that is trained."""
     return teacher_of(settings, model) == (model, settings.revision)
-
-
-def optimizer_steps(settings: QATSettings, strategy: Strategy, samples: int) -> int:
-    """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
-    if settings.max_steps is not None:
-        return settings.max_steps
-    batches = ceil(ceil(samples / strategy.micro_batch_size) / strategy.data_parallel_size)
-    return ceil(settings.epochs * max(1, ceil(batches / strategy.gradient_accumulation_steps)))
 
 
 def _bit_schedule(text: str | None, faults: list[Fault]) -> BitSchedule:

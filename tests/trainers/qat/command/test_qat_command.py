@@ -27,7 +27,6 @@ from shardwright.trainers.qat.command.request import (
     QATSettings,
     calibration_faults,
     is_own_teacher,
-    optimizer_steps,
     qat_config,
     qat_settings_faults,
     teacher_of,
@@ -41,6 +40,7 @@ from shardwright.trainers.qat.command.run_report import (
     recovered,
     weights_sentence,
 )
+from shardwright.trainers.runs.inputs import optimizer_steps
 from shardwright.trainers.runs.ranks import placed_teacher
 
 pytestmark = pytest.mark.slow
