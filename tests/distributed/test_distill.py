@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,21 @@ def trained_teacher(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> float:
-    """Return the mean over all predicted tokens, as a user would compute it from the saved model."""
+def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return the mean over all predicted tokens, as a user would compute it from the saved model, and its error.
+
+    All samples are equally long, so that the error is that of the mean over samples.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory)
-    total, count = 0.0, 0
+    means = []
     for sample in samples:
         ids = torch.tensor([sample["input_ids"]])
         with torch.no_grad():
             log_probabilities = torch.log_softmax(model(ids).logits[0, :-1].double(), -1)
-        total -= float(log_probabilities.gather(1, ids[0, 1:, None]).sum())
-        count += ids.shape[1] - 1
-    return total / count
+        means.append(-float(log_probabilities.gather(1, ids[0, 1:, None]).mean()))
+    return statistics.mean(means), statistics.stdev(means) / math.sqrt(len(means))
 
 
 def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
@@ -122,6 +125,7 @@ def check_student(taught: Path, found: dict[str, Any], samples: Any) -> None:
     held_out = samples.evaluation[: found["dataset"]["evaluation_samples"]]
     assert len(held_out) == 48
     after = found["after"]
-    assert cross_entropy(taught, held_out) == pytest.approx(after["student_cross_entropy"], abs=1e-4)
-    teacher = cross_entropy(taught.parent / "teacher", held_out)
-    assert teacher == pytest.approx(after["teacher_cross_entropy"], abs=1e-4)
+    for model, name in ((taught, "student_cross_entropy"), (taught.parent / "teacher", "teacher_cross_entropy")):
+        expected = after[name], after[f"{name}_standard_error"]
+        assert cross_entropy(model, held_out) == pytest.approx(expected, abs=1e-4)
+    assert found["cross_entropy_standard_error"]["after"] == after["student_cross_entropy_standard_error"]

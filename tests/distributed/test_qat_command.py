@@ -60,15 +60,19 @@ def interrupt_after(command: list[str], directory: Path, *, steps: int) -> int:
     raise AssertionError((directory / "first.log").read_text())
 
 
-def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> float:
-    """Return the mean over all predicted tokens of what Transformers loads, as a user would compute it."""
+def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return the mean over all predicted tokens of what Transformers loads, as a user would compute it, and its error.
+
+    All samples are equally long, so that the error is that of the mean over samples.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory)
     ids_NS = torch.tensor([sample["input_ids"] for sample in samples])
     with torch.no_grad():
         log_probabilities = torch.log_softmax(model(ids_NS).logits[:, :-1].double(), -1)
-    return -float(log_probabilities.gather(2, ids_NS[:, 1:, None]).mean())
+    means_N = -log_probabilities.gather(2, ids_NS[:, 1:, None]).mean((1, 2))
+    return float(means_N.mean()), float(means_N.std() / len(means_N) ** 0.5)
 
 
 def test_interrupted_resumed_and_exported(tmp_path: Path, deepspeed_cpu_ops: None) -> None:
@@ -114,8 +118,9 @@ def test_interrupted_resumed_and_exported(tmp_path: Path, deepspeed_cpu_ops: Non
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 32
     assert config["dtype"] == "bfloat16" and not (out / "adapter").exists()
     held_out = load_samples("python-help#8", AutoTokenizer.from_pretrained(out), seq_len=SEQ_LEN).evaluation
-    loaded = cross_entropy(out, held_out[: found["dataset"]["evaluation_samples"]])
+    loaded, error = cross_entropy(out, held_out[: found["dataset"]["evaluation_samples"]])
     # Training computes in fp32, what is loaded in the bf16 of its files.
     assert loaded == pytest.approx(nats["trained"], abs=0.02)
+    assert error == pytest.approx(found["cross_entropy_standard_error"]["trained"], rel=0.05)
     assert read_card(out).library_name == "transformers"
     assert f"{math.exp(nats['trained']):.4g}" in (out / "REPORT.md").read_text()

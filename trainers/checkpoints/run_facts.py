@@ -60,10 +60,10 @@ def planned_facts(plan: Plan, arguments: Mapping[str, Any], samples: Any) -> dic
     facts = {
         "engine": "ddp" if strategy.engine == "single" else strategy.engine,
         "zero_stage": strategy.zero_stage,
-        # Axes have other names where they are in use, by who divides.
+        # Where axes are in use, who divides names them, and counts the ranks that read other samples.
         "axes": None if strategy.axes or strategy.label.endswith("-hybrid") else {},
         "world_size": plan.hardware.world_size,
-        "global_batch_size": strategy.global_batch_size,
+        "global_batch_size": None if strategy.axes else strategy.global_batch_size,
         "precision": {"fp32": "no"}.get(plan.job.precision, plan.job.precision),
         **_argument_facts(SimpleNamespace(**defaults | dict(arguments))),
         "data": _data(samples),

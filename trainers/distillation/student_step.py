@@ -15,7 +15,7 @@ from ..losses.objective import HiddenTargets, TeacherTargets, TokenObjective, To
 from ..losses.plain_loss import plain_token_loss
 from .batch import DistillationBatch
 from .teacher_run import Lesson
-from .telemetry import sums_by_name
+from .telemetry import WEIGHT, sums_by_name
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,8 @@ class StudentStep:
     """Whether to compare what the model makes of its head's output with what the fused loss assumes."""
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Detached sums by name, once the forward has run."""
+    sample_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[B] shares of the samples in those of these sums that are over tokens, in an evaluation."""
     logits: torch.Tensor | None = None
     """Logits of all positions, where the plain loss made them."""
     unknown_logits: UnknownLogitsError | None = None
@@ -75,6 +77,8 @@ class StudentStep:
                 return {"loss": outputs.logits.sum()}
             token_sums = self._token_sums
         self.sums = sums_by_name(token_sums)
+        if not self.model.training:
+            self.sample_sums = self.batch.by_sample({**token_sums.rows, WEIGHT: self.batch.weights_N})
         if self.features is not None:
             loss = loss + self._feature_terms(outputs, attention)
         self._loss = self.normalise(loss, token_sums.weight, getattr(outputs, "aux_loss", None))

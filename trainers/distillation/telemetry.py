@@ -1,9 +1,10 @@
-"""Means over all labelled tokens of what a distillation's losses know anyway."""
+"""Means over all labelled tokens of what a distillation's losses know anyway, and their standard errors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..evaluation.estimates import token_mean
 from ..losses.objective import TokenSums
 
 if TYPE_CHECKING:
@@ -34,11 +35,37 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._totals: dict[str, torch.Tensor] = {}
+        self._samples: list[dict[str, torch.Tensor]] = []
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
         """Add the sums of one micro-batch; nothing is synchronised."""
         for name, value in sums.items():
             self._totals[name] = self._totals.get(name, 0.0) + value.double()
+
+    def add_samples(self, sums: dict[str, torch.Tensor]) -> None:
+        """Keep the sums [B] of the samples of one micro-batch; nothing is synchronised."""
+        self._samples.append(sums)
+
+    def standard_errors(self) -> dict[str, float]:
+        """Return those of the means over tokens, over the samples of all ranks; every rank must call it.
+
+        They hold where each rank reads samples of its own.
+        """
+        from accelerate.utils import gather_object
+
+        own: list[dict[str, float]] = []
+        for batch in self._samples:
+            values = {name: sums_B.tolist() for name, sums_B in batch.items()}
+            own += [dict(zip(values, sums, strict=True)) for sums in zip(*values.values(), strict=True)]
+        # A sample without labels says nothing.
+        samples = [sums for sums in gather_object(own) if sums[WEIGHT]]
+        weights = [sums[WEIGHT] for sums in samples]
+        errors: dict[str, float] = {}
+        for name, shown in NAMES.items():
+            if all(name in sums for sums in samples):
+                error = token_mean([sums[name] for sums in samples], weights).standard_error if samples else None
+                errors |= {} if error is None else {shown: error}
+        return errors
 
     def means(self, accelerator: Any) -> dict[str, float]:
         """Return means over all ranks and forget the sums; every rank must call it."""

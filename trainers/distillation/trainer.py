@@ -12,6 +12,7 @@ from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import trainer_faults
+from ..evaluation.estimates import STANDARD_ERROR
 from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
 from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch, with_decoder_inputs
@@ -155,7 +156,7 @@ class DistillationTrainer(Trainer):
         if step.unknown_logits is not None:
             raise step.unknown_logits
         self._checked_head = self._checked_head or fused
-        self._record(model, step.sums, num_items_in_batch)
+        self._record(model, step, num_items_in_batch)
         loss = step.exact_loss(outputs, times=self._added_ranks())
         if not return_outputs:
             return loss
@@ -219,12 +220,15 @@ class DistillationTrainer(Trainer):
         with ExitStack() as stack:
             yield stack.enter_context(targets_of(lesson, batch, getattr(self.teacher, "gathered_head", None)))
 
-    def _record(self, model: Any, sums: dict[str, torch.Tensor], num_items_in_batch: Any) -> None:
-        (self._train_telemetry if model.training else self._eval_telemetry).add(sums)
+    def _record(self, model: Any, step: StudentStep, num_items_in_batch: Any) -> None:
+        telemetry = self._train_telemetry if model.training else self._eval_telemetry
+        telemetry.add(step.sums)
+        if not model.training:
+            telemetry.add_samples(step.sample_sums)
         if self._checked_first_step:
             return
         self._checked_first_step = True
-        _refuse_nonfinite(float(sums.get(NONFINITE, 0.0)))
+        _refuse_nonfinite(float(step.sums.get(NONFINITE, 0.0)))
         if num_items_in_batch is not None and float(num_items_in_batch) == 0:
             rule = "every label of the first batch is masked (-100), so there is nothing to learn"
             raise UsageError(Fault(where="labels", rule=rule, fix="check the chat template or the prompt mask"))
@@ -249,6 +253,10 @@ class DistillationTrainer(Trainer):
         """Ranks that share one sequence: under Ulysses while training; each evaluates whole ones."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         return parallelism.sp_size if parallelism is not None and self.model.training else 1
+
+    def _shares_samples(self) -> bool:
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and parallelism.tp_size * parallelism.cp_size * parallelism.sp_size > 1
 
     def _added_ranks(self) -> int:
         ranks = self._ranks_of_a_sequence()
@@ -292,12 +300,19 @@ class DistillationTrainer(Trainer):
             self._keeps_logits = False
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Add KL, agreement, overlap and both cross-entropies, over all tokens of the evaluation, to the metrics."""
+        """Add KL, agreement, overlap and both cross-entropies, over all tokens of the evaluation, to the metrics.
+
+        Beside each stands its standard error over samples, where ranks do not share them.
+        """
         self._eval_telemetry = Telemetry()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         means = self._eval_telemetry.means(self.accelerator)
         _refuse_nonfinite(means.pop(NONFINITE, 0.0))
+        if not self._shares_samples():
+            means |= {
+                f"{name}_{STANDARD_ERROR}": value for name, value in self._eval_telemetry.standard_errors().items()
+            }
         output.metrics.update({f"{prefix}_{name}": value for name, value in means.items()})
         return output
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+STANDARD_ERROR = "standard_error"
+"""Ends the name of what logs and results have beside a mean."""
 SIGNIFICANT_STANDARD_ERRORS = 2.0
 """A difference of more standard errors than this is not put down to the choice of text."""
 

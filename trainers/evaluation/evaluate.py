@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ...plugins.launching.notes import Notify, OnProgress
 from ...plugins.lm_eval.tasks import TaskRequest
+from ..data.sources import PYTHON_HELP
 from ..replicas.launch import ONE_PROCESS, Replicas
 from .estimates import exponential, token_mean
 from .in_ranks import read_in_ranks
@@ -32,6 +33,7 @@ def evaluate_model(
     source: str,
     *,
     baseline: str | None = None,
+    dataset: str | None = None,
     text: TextRequest | TextWindows | None = None,
     seq_len: int | None = None,
     batch_size: int = 4,
@@ -54,7 +56,10 @@ def evaluate_model(
     Args:
         source: Hub id or directory of the model.
         baseline: Hub id or directory of what it is compared with, usually what it was made from.
-        text: What to read, or windows that are tokens already; default: 64 windows of Python's help.
+        dataset: What to read, as `--dataset` names it: `ID[:config][#N]` of the Hub, whose split `test` is taken, a
+            file or directory of rows, or `python-help`; 64 windows of it. Default: `python-help`.
+        text: What to read in the place of a dataset, where there is more to say of it, such as its split or other
+            windows, or windows that are tokens already.
         seq_len: Tokens of a window; default: 2048, or fewer where a model has fewer positions, or that of the windows.
         batch_size: Windows that are read together; no result depends on it.
         dtype: Type to load weights as, or `auto` for the stored one.
@@ -75,10 +80,11 @@ def evaluate_model(
         ShardwrightError: a model cannot be fetched or loaded, or the engine refuses it.
     """
     start = time.perf_counter()
-    chosen = text or TextRequest(num_samples=DEFAULT_WINDOWS)
+    chosen = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
     length = chosen.seq_len_tokens if isinstance(chosen, TextWindows) else seq_len
     asked: dict[str, Any] = {"seq_len": length, "batch_size": batch_size, "device": device, "tasks": tasks}
     asked |= {"engine": engine, "baseline": baseline, "replicas": replicas}
+    asked["dataset_beside_text"] = None if text is None else dataset
     subjects = checked_subjects([(source, revision), (baseline, baseline_revision)], chosen, asked)
     serving = engine_for(subjects[0]) if engine == "vllm" else None
     tokenizer = shared_tokenizer(subjects, notify)

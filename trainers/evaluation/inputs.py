@@ -30,6 +30,9 @@ def checked_subjects(
     """
     seq_len, batch_size, device = settings["seq_len"], settings["batch_size"], settings["device"]
     faults = number_faults(text, seq_len) if isinstance(text, TextRequest) else []
+    if (dataset := settings["dataset_beside_text"]) is not None:
+        rule, fix = "stands beside a text", "state it in TextRequest(dataset=...), or leave the text out"
+        faults.append(Fault(where="dataset", value=dataset, rule=rule, fix=fix))
     if batch_size < 1:
         faults.append(Fault(where="--batch-size", value=batch_size, rule="must be at least 1"))
     if device is not None and (fault := _device_fault(device)) is not None:

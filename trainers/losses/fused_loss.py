@@ -17,7 +17,7 @@ from ...plugins.transformers.output_heads import OutputHead
 from .fused_rows import RowWork, chunk_rows_and_gradient
 from .objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, TopKTargets
 from .plain_loss import row_losses, row_weights, shared_columns, valid_rows
-from .row_telemetry import weighted_sums
+from .row_telemetry import summed, weighted_rows
 from .top_k import check_targets, rows_of
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def fused_token_loss(
         differentiates=torch.is_grad_enabled(),
     )
     loss = _autograd_function().apply(student_hidden_NH, student_head.weight_VH, student_head.bias_V, work)
-    return TokenSums(loss=loss, weight=weights_N.sum(), **work.sums)
+    return TokenSums(loss=loss, weight=weights_N.sum(), rows=work.rows, **summed(work.rows))
 
 
 @dataclass(kw_only=True)
 class _Work:
-    """Inputs of the loop over chunks, and the sums that it leaves."""
+    """Inputs of the loop over chunks, and what it leaves of each row."""
 
     head: OutputHead
     labels_N: torch.Tensor
@@ -89,7 +89,7 @@ class _Work:
     telemetry: bool
     dtype: torch.dtype
     differentiates: bool
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[slice]:
         count = len(self.labels_N)
@@ -144,7 +144,7 @@ def _forward(
             _add_gradients(waiting, product, hidden, cast_VH, chunk)
             del product
     rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
-    work.sums.update(weighted_sums(rows_N, work.weights_N))
+    work.rows.update(weighted_rows(rows_N, work.weights_N))
     if not values:
         return hidden_NH.new_zeros((), dtype=torch.float32)
     loss_N = row_losses(rows_N["student_cross_entropy"], rows_N.get("divergence"), work.objective)

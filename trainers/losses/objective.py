@@ -5,7 +5,8 @@ Shapes: N rows (one for each predicted token), H hidden width, V vocabulary, K k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ...plugins.transformers.output_heads import OutputHead
@@ -89,3 +90,5 @@ class TokenSums:
     """Σ w · CE of the teacher with the labels; `None` for top-k targets."""
     nonfinite_teacher_rows: torch.Tensor | None = None
     """Number of rows whose teacher logits hold NaN or infinity; the caller refuses to train on them."""
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[N] shares of the valid rows in the sums from `divergence` on, by name, detached."""

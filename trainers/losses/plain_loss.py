@@ -8,7 +8,7 @@ from ...ds_configs.specs.errors import Fault, UsageError
 from ..data.chat import IGNORED_LABEL
 from .divergences import divergence_rows
 from .objective import LogitTargets, TokenObjective, TokenSums, TopKTargets
-from .row_telemetry import dense_rows, teacher_cross_entropy, top_k_rows, weighted_sums
+from .row_telemetry import dense_rows, summed, teacher_cross_entropy, top_k_rows, weighted_rows
 from .top_k import check_targets, nonfinite_top_k_rows, rows_of, top_k_divergence_rows
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def plain_token_loss(
         divergence_N, more = _top_k(logits_NV, teacher, objective, telemetry)
         rows_by_name |= more
     loss_N = row_losses(cross_entropy_N, divergence_N, objective)
-    return TokenSums(loss=(weights_N * loss_N).sum(), weight=weights_N.sum(), **weighted_sums(rows_by_name, weights_N))
+    shares = weighted_rows(rows_by_name, weights_N)
+    return TokenSums(loss=(weights_N * loss_N).sum(), weight=weights_N.sum(), rows=shares, **summed(shares))
 
 
 def row_losses(

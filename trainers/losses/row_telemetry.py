@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 
-def weighted_sums(rows: dict[str, torch.Tensor], weights_N: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return Σ w · value for each name; rows that are not numbers are counted without weights."""
+def weighted_rows(rows: dict[str, torch.Tensor], weights_N: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return w · value of each row by name, whose sums are told; rows that are not numbers count without weights."""
     return {
-        name: values_N.sum() if name == "nonfinite_teacher_rows" else (values_N * weights_N).sum()
-        for name, values_N in rows.items()
+        name: values_N if name == "nonfinite_teacher_rows" else values_N * weights_N for name, values_N in rows.items()
     }
+
+
+def summed(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the sum of the rows by name."""
+    return {name: values_N.sum() for name, values_N in rows.items()}
 
 
 def dense_rows(

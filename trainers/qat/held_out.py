@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..runs.held_out import held_out_cross_entropy
+from ..evaluation.estimates import Estimate
+from ..runs.held_out import held_out_cross_entropy, logged, read_logged
 from .rounding.attachment import Attachment, attachment_of, fake_quantization_disabled
 
 DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"
@@ -44,18 +45,15 @@ def starting_point_callback(trainer: Any) -> Any:
             attachment = attachment_of(trainer.model)
             assert attachment is not None, "QATCallback came first"
             with fake_quantization_disabled(trainer.model):
-                found = {DENSE: held_out_cross_entropy(trainer)}
+                found = logged(DENSE, held_out_cross_entropy(trainer))
             if not attachment.config.observes:
                 with rounded_as_it_is(attachment):
-                    found[ROUNDED] = held_out_cross_entropy(trainer)
+                    found |= logged(ROUNDED, held_out_cross_entropy(trainer))
             trainer.log(found)
 
     return StartingPoint()
 
 
-def starting_point(state: Any) -> dict[str, float | None]:
-    """Return what was logged before the first step, also where a run was resumed since."""
-    found: dict[str, float | None] = {DENSE: None, ROUNDED: None}
-    for entry in state.log_history:
-        found |= {name: entry[name] for name in found if name in entry}
-    return found
+def starting_point(state: Any) -> tuple[Estimate | None, Estimate | None]:
+    """Return what was logged before the first step, in full precision and rounded, also where a run was resumed."""
+    return read_logged(state, DENSE), read_logged(state, ROUNDED)

@@ -6,22 +6,17 @@ it starts another DeepSpeed engine; here every labelled token counts the same, a
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..data.chat import IGNORED_LABEL
+from ..evaluation.estimates import STANDARD_ERROR, Estimate, token_mean
 
 
-def held_out_cross_entropy(trainer: Any) -> float:
-    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it."""
-    sums, counts = held_out_sums(trainer)
-    return math.fsum(sums) / sum(counts)
+def held_out_cross_entropy(trainer: Any) -> Estimate:
+    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it.
 
-
-def held_out_sums(trainer: Any) -> tuple[list[float], list[float]]:
-    """Return the cross-entropy of each sample, in nats, and its labelled tokens; every rank must call it.
-
-    Every rank gets all of them, rank after rank. Ranks that share samples have them as often as they are read.
+    Its error is over samples, and holds where ranks do not share them.
     """
     import torch
 
@@ -39,4 +34,26 @@ def held_out_sums(trainer: Any) -> tuple[list[float], list[float]]:
                 found.append(torch.stack([nats.double(), (own != IGNORED_LABEL).sum().double()]))
     model.train(was_training)
     sums, counts = trainer.accelerator.gather(torch.stack(found)).T.tolist()
-    return sums, counts
+    return token_mean(sums, counts)
+
+
+def logged(name: str, found: Estimate) -> dict[str, float]:
+    """Return what the Trainer's log keeps of a mean, and checkpoints with it."""
+    return {name: found.value} | (
+        {} if found.standard_error is None else {f"{name}_{STANDARD_ERROR}": found.standard_error}
+    )
+
+
+def read_logged(state: Any, name: str) -> Estimate | None:
+    """Return a mean that was logged, also where a run was resumed since."""
+    entry: dict[str, float] = next((one for one in state.log_history if name in one), {})
+    return Estimate(value=entry[name], standard_error=entry.get(f"{name}_{STANDARD_ERROR}")) if entry else None
+
+
+def result_fields(means: Mapping[str, Estimate | None]) -> dict[str, float | None]:
+    """Return means and their standard errors as fields of a result."""
+    found: dict[str, float | None] = {}
+    for name, mean in means.items():
+        found |= {name: None if mean is None else mean.value}
+        found |= {f"{name}_{STANDARD_ERROR}": None if mean is None else mean.standard_error}
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.plan.plan import Plan
 from ...plugins.huggingface_hub.cards import Relation, license_of, model_card, shown_name, title_of
 from ..data.samples import SampleStatistics
+from ..evaluation.estimates import Estimate, exponential
 from ..formats.rendering import render
 from .settings import METRICS_FILE, LaunchedSettings
 
@@ -117,6 +118,18 @@ def number(value: float) -> str:
 def perplexity(nats: float) -> str:
     """Return ``exp(cross-entropy)``."""
     return f"{math.exp(min(nats, 700)):.4g}"
+
+
+def with_spread(shape: Callable[[float], str], found: Estimate) -> str:
+    """Return what a shape makes of a mean, with its standard error."""
+    error = found.standard_error
+    return shape(found.value) if error is None else f"{shape(found.value)} ± {float(f'{error:.2g}'):,g}"
+
+
+def with_spreads(loss: Estimate) -> tuple[str, str]:
+    """Return a mean loss and its perplexity, each with its standard error."""
+    error = exponential(loss).standard_error
+    return with_spread(number, loss), with_spread(perplexity, Estimate(value=loss.value, standard_error=error))
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:

@@ -359,4 +359,4 @@ def _arguments(prepared: PreparedTraining[Any], output_dir: Path) -> dict[str, A
         arguments["max_steps"] = settings.max_steps
     if settings.save_steps is not None:
         arguments["save_steps"] = settings.save_steps
-    return arguments | prepared.own_arguments
+    return {**arguments, **prepared.own_arguments}

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...plugins.huggingface_hub.cards import CARD_FILE
 from ..charts import steps
 from ..charts.canvas import panels, png
-from ..evaluation.estimates import Estimate, exponential
+from ..evaluation.estimates import Estimate
 from ..formats.rendering import table
 from ..runs.report import (
     REPORT_FILE,
     LaunchedOutcome,
     StepResult,
     card_text,
-    number,
-    perplexity,
     report_text,
+    with_spreads,
 )
 from ..runs.settings import METRICS_FILE
 from .settings import TrainSettings
@@ -83,18 +82,8 @@ def measures(result: TrainResult) -> list[tuple[str, str, str]]:
         return [("cross-entropy, nats a token", "not measured", "not measured")]
     before = Estimate(value=result.before, standard_error=result.before_standard_error)
     after = Estimate(value=result.after, standard_error=result.after_standard_error)
-    return [
-        ("cross-entropy, nats a token", _with_spread(number, before), _with_spread(number, after)),
-        ("perplexity", _with_spread(perplexity, before, exponential), _with_spread(perplexity, after, exponential)),
-    ]
-
-
-def _with_spread(
-    shape: Callable[[float], str], loss: Estimate, derived: Callable[[Estimate], Estimate] = lambda loss: loss
-) -> str:
-    """Return what a shape makes of a loss, with the standard error of what is derived from it."""
-    error = derived(loss).standard_error
-    return shape(loss.value) if error is None else f"{shape(loss.value)} ± {float(f'{error:.2g}'):,g}"
+    names = ("cross-entropy, nats a token", "perplexity")
+    return list(zip(names, with_spreads(before), with_spreads(after), strict=True))
 
 
 def train_file_names(settings: TrainSettings) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.strategy import Strategy
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..data.chat import IGNORED_LABEL
-from ..evaluation.estimates import Estimate, token_mean
+from ..evaluation.estimates import Estimate
 from ..parallel.trainer_for import planned_parallelism
-from ..runs.held_out import held_out_sums
+from ..runs.held_out import held_out_cross_entropy, logged, read_logged, result_fields
 from ..runs.ranks import (
     collator,
     end_rank,
@@ -29,8 +29,8 @@ from ..runs.settings import PLAN_DIRECTORY, TOKENIZER
 from .division import divided_training
 from .settings import TrainJob
 
-BEFORE, BEFORE_ERROR = "held_out_cross_entropy_before", "held_out_standard_error_before"
-"""Names in the Trainer's log, which checkpoints keep: a resumed run has them from its first part."""
+BEFORE = "held_out_cross_entropy_before"
+"""Name in the Trainer's log, which checkpoints keep: a resumed run has it from its first part."""
 
 
 def train_on_rank(job: TrainJob, work: Path) -> None:
@@ -75,7 +75,7 @@ def held_out(trainer: Any, strategy: Strategy) -> Estimate | None:
         return Estimate(value=float(trainer.evaluate()["eval_loss"]), standard_error=None)
     if strategy.sp > 1:
         return Estimate(value=_by_label_count(trainer), standard_error=None)
-    found = token_mean(*held_out_sums(trainer))
+    found = held_out_cross_entropy(trainer)
     return found if strategy.tp == 1 else Estimate(value=found.value, standard_error=None)
 
 
@@ -99,22 +99,14 @@ def _before_training(trainer: Any, strategy: Strategy) -> Any:
     class BeforeTraining(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not state.global_step and (found := held_out(trainer, strategy)) is not None:
-                error = {} if found.standard_error is None else {BEFORE_ERROR: found.standard_error}
-                trainer.log({BEFORE: found.value} | error)
+                trainer.log(logged(BEFORE, found))
 
     return BeforeTraining()
 
 
 def _result(trainer: Any, recorder: Any, job: TrainJob, peak: int | None, after: Estimate | None) -> dict[str, Any]:
-    logged: dict[str, float] = next((entry for entry in trainer.state.log_history if BEFORE in entry), {})
-    facts = {
-        "before": logged.get(BEFORE),
-        "before_standard_error": logged.get(BEFORE_ERROR),
-        "after": None if after is None else after.value,
-        "after_standard_error": None if after is None else after.standard_error,
-        "peak_bytes": peak,
-    }
-    return facts | step_facts(trainer, recorder, job)
+    measured = result_fields({"before": read_logged(trainer.state, BEFORE), "after": after})
+    return {**measured, "peak_bytes": peak} | step_facts(trainer, recorder, job)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def test_telemetry_of_training_and_evaluation(tmp_path: Path) -> None:
         data_collator=collate,
     )
     metrics = trainer.evaluate()
-    sums = torch.zeros(6, dtype=torch.float64)
+    found = []
     with torch.no_grad():
         for sample in samples:
             ids, labels = torch.tensor([sample["input_ids"]]), torch.tensor(sample["labels"][1:])
@@ -229,10 +229,16 @@ def test_telemetry_of_training_and_evaluation(tmp_path: Path) -> None:
             labels = labels[kept][:, None]
             values = [(p * (p / q).log()).sum(), (p.argmax(-1) == q.argmax(-1)).sum(), torch.minimum(p, q).sum()]
             values += [-q.gather(1, labels).log().sum(), -p.gather(1, labels).log().sum(), kept.sum()]
-            sums += torch.stack([value.double() for value in values])
+            found.append(torch.stack([value.double() for value in values]))
+    by_sample = torch.stack(found)
+    sums = by_sample.sum(0)
+    scatter = ((by_sample[:, :5] - sums[:5] / sums[5] * by_sample[:, 5:]) ** 2).sum(0)
+    errors = (8 / 7 * scatter).sqrt() / sums[5]
     names = ("kl_per_token", "top1_agreement", "speculative_acceptance", "student_cross_entropy")
-    for name, value in zip((*names, "teacher_cross_entropy"), (sums[:5] / sums[5]).tolist(), strict=True):
+    expected = zip((*names, "teacher_cross_entropy"), (sums[:5] / sums[5]).tolist(), errors.tolist(), strict=True)
+    for name, value, error in expected:
         assert metrics[f"eval_{name}"] == pytest.approx(value, rel=1e-5), name
+        assert metrics[f"eval_{name}_standard_error"] == pytest.approx(error, rel=1e-4), name
     trainer.train()
     (logged,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert set(logged) >= {*names, "teacher_cross_entropy", "alpha", "temperature", "loss"}

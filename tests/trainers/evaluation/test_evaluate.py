@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shardwright
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,9 +194,10 @@ def test_chat_is_judged_where_the_assistant_speaks(tiny_llama, tmp_path):
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     windows = text_windows(TextRequest(dataset=str(rows)), byte_tokenizer(512), seq_len=64)
     assert windows.predicted_tokens == len("4") + 1 + len("hello, world") + 1
-    options: dict[str, Any] = {"text": TextRequest(dataset=str(rows)), "seq_len": 64, "measure_speeds": False}
-    together = evaluate_model(str(tiny_llama), batch_size=2, **options)
-    apart = evaluate_model(str(tiny_llama), batch_size=1, **options)
+    options: dict[str, Any] = {"seq_len": 64, "measure_speeds": False}
+    together = shardwright.evaluate(str(tiny_llama), batch_size=2, dataset=str(rows), **options)
+    apart = evaluate_model(str(tiny_llama), batch_size=1, text=TextRequest(dataset=str(rows)), **options)
+    assert together.text == apart.text
     assert together.text.predicted_tokens == windows.predicted_tokens
     assert together.model.perplexity.value == pytest.approx(apart.model.perplexity.value, rel=1e-5)
 
@@ -329,10 +331,11 @@ def test_requests_that_cannot_be_met_are_told_together(tiny_llama, book, tmp_pat
     with pytest.raises(UsageError) as caught:
         small_run(
             tmp_path / "nowhere", book, baseline=str(tiny_llama), seq_len=1000, batch_size=0, device="gpu7",
-            text=TextRequest(files=(book,), stride=1001, num_samples=0),
+            dataset="rows.jsonl", text=TextRequest(files=(book,), stride=1001, num_samples=0),
         )  # fmt: skip
     text = str(caught.value)
     for part in ("nowhere", "128 positions", "--batch-size = 0", "--device = 'gpu7'", "--stride = 1001",
+                 "dataset = 'rows.jsonl': stands beside a text",
                  "--num-samples = 0"):  # fmt: skip
         assert part in text
 

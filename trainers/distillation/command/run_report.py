@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....plugins.huggingface_hub.cards import CARD_FILE
 from ...charts import steps
 from ...charts.canvas import panels, png
+from ...evaluation.estimates import STANDARD_ERROR, Estimate
 from ...formats.rendering import table
 from ...runs.report import (
     REPORT_FILE,
@@ -16,8 +18,9 @@ from ...runs.report import (
     StepResult,
     card_text,
     number,
-    perplexity,
     report_text,
+    with_spread,
+    with_spreads,
 )
 from ...runs.settings import METRICS_FILE
 from .run_files import DistillSettings
@@ -29,6 +32,7 @@ SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
 CHART_FILE = "distillation.png"
 _TEMPLATES = "distillation/command/templates"
+_TAUGHT = "teacher_cross_entropy"
 _FORMULAS = {
     "forward_kl": "KL(teacher | student)",
     "reverse_kl": "KL(student | teacher)",
@@ -44,7 +48,8 @@ class DistillationResult(StepResult):
     """Measurements of the ranks, as they stand in `result.json`."""
 
     before: Mapping[str, float]
-    """Metrics of the student on the held-out samples before its first step."""
+    """Metrics of the student on the held-out samples before its first step, and standard errors of those that are means
+    over tokens."""
     after: Mapping[str, float]
     """The same after its last step."""
 
@@ -76,6 +81,10 @@ class DistillationOutcome(LaunchedOutcome):
             **self.where_and_what(self.settings),
             "before": dict(self.result.before),
             "after": dict(self.result.after),
+            "cross_entropy_standard_error": {
+                when: _mean(metrics, _task(self.result)).standard_error
+                for when, metrics in (("before", self.result.before), ("after", self.result.after))
+            },
             **self.speed(self.result),
         }
 
@@ -96,25 +105,35 @@ class TableRow:
 
 def comparison(result: DistillationResult) -> list[TableRow]:
     """Return the measures of the student before and after, and of the teacher."""
-    before, after = result.before, result.after
-    rows = []
-    task = "student_cross_entropy" if "student_cross_entropy" in after else "loss"
-    taught = after.get("teacher_cross_entropy")
-    for name, shape in (("cross-entropy, nats a token", number), ("perplexity", perplexity)):
-        teacher = "" if taught is None else shape(taught)
-        rows.append(TableRow(name=name, before=shape(before[task]), after=shape(after[task]), teacher=teacher))
+    before, after, task = result.before, result.after, _task(result)
+    taught = with_spreads(_mean(after, _TAUGHT)) if _TAUGHT in after else ("", "")
+    names = ("cross-entropy, nats a token", "perplexity")
+    stages = (with_spreads(_mean(before, task)), with_spreads(_mean(after, task)), taught)
+    rows = [
+        TableRow(name=row[0], before=row[1], after=row[2], teacher=row[3]) for row in zip(names, *stages, strict=True)
+    ]
     for key, name, shape, own in (
-        ("kl_per_token", "KL(teacher | student), nats a token", number, "0"),
-        ("top1_agreement", "same most likely token as the teacher", _percent, "100 %"),
-        ("speculative_acceptance", "expected speculative acceptance", _percent, "100 %"),
+        ("kl_per_token", "KL(teacher | student), nats a token", partial(with_spread, number), "0"),
+        ("top1_agreement", "same most likely token as the teacher", _share, "100 %"),
+        ("speculative_acceptance", "expected speculative acceptance", _share, "100 %"),
     ):
         if key in after:
-            rows.append(TableRow(name=name, before=shape(before[key]), after=shape(after[key]), teacher=own))
+            values = {"before": shape(_mean(before, key)), "after": shape(_mean(after, key))}
+            rows.append(TableRow(name=name, teacher=own, **values))
     return rows
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+def _task(result: DistillationResult) -> str:
+    return "student_cross_entropy" if "student_cross_entropy" in result.after else "loss"
+
+
+def _mean(metrics: Mapping[str, float], name: str) -> Estimate:
+    return Estimate(value=metrics[name], standard_error=metrics.get(f"{name}_{STANDARD_ERROR}"))
+
+
+def _share(found: Estimate) -> str:
+    error = "" if found.standard_error is None else f" ± {100 * found.standard_error:.2g}"
+    return f"{100 * found.value:.1f}{error} %"
 
 
 def distillation_file_names(settings: DistillSettings) -> tuple[str, ...]:

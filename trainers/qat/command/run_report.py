@@ -12,6 +12,7 @@ from ....plugins.huggingface_hub.cards import CARD_FILE, shown_name
 from ...charts import steps
 from ...charts.canvas import GREEN, GREY, RED, panels, png
 from ...charts.kinds import columns
+from ...evaluation.estimates import Estimate
 from ...formats.rendering import table
 from ...runs.report import (
     REPORT_FILE,
@@ -19,8 +20,8 @@ from ...runs.report import (
     StepResult,
     card_text,
     number,
-    perplexity,
     report_text,
+    with_spreads,
 )
 from ...runs.settings import METRICS_FILE
 from ..export.files import ADAPTER
@@ -46,6 +47,12 @@ class QATResult(StepResult):
     """The same of the untrained model, rounded to the nearest; `None` where ranges were found while training ran."""
     trained: float
     """The same of the trained model with the numbers of its checkpoint."""
+    dense_standard_error: float | None = None
+    """Of `dense`, over samples; `None` with a single one."""
+    rounded_standard_error: float | None = None
+    """Of `rounded`, likewise."""
+    trained_standard_error: float | None = None
+    """Of `trained`, likewise."""
     weight_difference: float | None
     """Largest difference between a weight of the trained model and that of the checkpoint; `None`: not compared."""
     logit_difference: float | None
@@ -83,6 +90,7 @@ class QATOutcome(LaunchedOutcome):
             "quantized_layers": self.layers,
             **self.where_and_what(self.settings),
             "cross_entropy": {stage.key: stage.nats for stage in stages(self.result)},
+            "cross_entropy_standard_error": {stage.key: stage.standard_error for stage in stages(self.result)},
             "weight_difference": self.result.weight_difference,
             "logit_difference": self.result.logit_difference,
             **self.speed(self.result),
@@ -99,22 +107,29 @@ class Stage:
     """What it is."""
     nats: float | None
     """Cross-entropy in nats a token; `None` where it was not measured."""
+    standard_error: float | None
+    """Of it, over samples."""
 
     @property
     def row(self) -> tuple[str, str, str]:
         """Name, cross-entropy and perplexity as text."""
         if self.nats is None:
             return self.name, "not measured", "not measured"
-        return self.name, number(self.nats), perplexity(self.nats)
+        return self.name, *with_spreads(Estimate(value=self.nats, standard_error=self.standard_error))
 
 
 def stages(result: QATResult) -> tuple[Stage, Stage, Stage]:
     """Return the model before training, the same rounded, and what is exported."""
-    return (
-        Stage(key="dense", name="before, in full precision", nats=result.dense),
-        Stage(key="rounded", name="before, rounded to the nearest", nats=result.rounded),
-        Stage(key="trained", name="trained, as exported", nats=result.trained),
+    names = {
+        "dense": "before, in full precision",
+        "rounded": "before, rounded to the nearest",
+        "trained": "trained, as exported",
+    }
+    dense, rounded, trained = (
+        Stage(key=key, name=name, nats=getattr(result, key), standard_error=getattr(result, f"{key}_standard_error"))
+        for key, name in names.items()
     )
+    return dense, rounded, trained
 
 
 def recovered(result: QATResult) -> float | None:

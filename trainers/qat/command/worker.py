@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ....plugins.transformers.finite_weights import refuse_nonfinite_weights
+from ...evaluation.estimates import Estimate
 from ...parallel.trainer_for import PlannedParallelism
-from ...runs.held_out import held_out_cross_entropy
+from ...runs.held_out import held_out_cross_entropy, result_fields
 from ...runs.ranks import (
     collator,
     end_rank,
@@ -23,7 +24,7 @@ from ...runs.ranks import (
     trained_model,
 )
 from ...runs.settings import TOKENIZER
-from ..held_out import DENSE, ROUNDED, starting_point, starting_point_callback
+from ..held_out import starting_point, starting_point_callback
 from .request import RANGES_FILE, QATJob, callback_options, qat_config, teacher_distance_config
 
 _PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
@@ -83,13 +84,11 @@ def _trainer(
 
 
 def _result(
-    trainer: Any, recorder: Any, job: QATJob, peak: int | None, trained: float, exported: Any
+    trainer: Any, recorder: Any, job: QATJob, peak: int | None, trained: Estimate, exported: Any
 ) -> dict[str, Any]:
-    before = starting_point(trainer.state)
+    dense, rounded = starting_point(trainer.state)
     return {
-        "dense": before[DENSE],
-        "rounded": before[ROUNDED],
-        "trained": trained,
+        **result_fields({"dense": dense, "rounded": rounded, "trained": trained}),
         "weight_difference": exported.largest_weight_difference,
         "logit_difference": exported.largest_logit_difference,
         "peak_bytes": peak,

@@ -208,6 +208,7 @@ def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Distilla
     settings = DistillSettings(dataset="python-help", **changes)
     before = {"student_cross_entropy": 3.0, "teacher_cross_entropy": 1.0, "kl_per_token": 2.0, "top1_agreement": 0.1}
     after = before | {"student_cross_entropy": 1.5, "kl_per_token": 0.5, "top1_agreement": 0.6}
+    after |= {"student_cross_entropy_standard_error": 0.02, "top1_agreement_standard_error": 0.013}
     made: Plan = plan(str(models["student"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32"))
     return DistillationOutcome(
         settings=settings,
@@ -238,9 +239,15 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: P
     found = outcome(models, tmp_path, alpha=0.75, temperature=2.0)
     rows = {row.name.partition(",")[0]: row for row in comparison(found.result)}
     assert (rows["perplexity"].before, rows["perplexity"].teacher) == (f"{math.exp(3):.4g}", f"{math.e:.4g}")
-    assert rows["same most likely token as the teacher"].after == "60.0 %"
+    assert rows["same most likely token as the teacher"].after == "60.0 ± 1.3 %"
     text = distillation_report(found)
-    for part in ("800 tokens/s", "| 3.0000 | 1.5000 | 1.0000 |", "3.0 GB of tensors", "`learning_rate` | `2e-05`"):
+    for part in (
+        "800 tokens/s",
+        "| 3.0000 | 1.5000 ± 0.02 | 1.0000 |",
+        "± is one",
+        "3.0 GB of tensors",
+        "`learning_rate` | `2e-05`",
+    ):
         assert part in text, part
     (models["teacher"] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     card = distillation_card(found)

@@ -244,6 +244,8 @@ def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
     nats, first = shown["cross_entropy"], state["log_history"][0]
     assert (nats["dense"], nats["rounded"]) == (first["dense_cross_entropy"], first["rounded_cross_entropy"])
     assert len(set(nats.values())) == 3
+    errors = shown["cross_entropy_standard_error"]
+    assert errors["dense"] == first["dense_cross_entropy_standard_error"] > 0 < errors["rounded"] != errors["trained"]
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4] and all("kl_per_token" in entry for entry in steps)
     config = json.loads((out / "config.json").read_text())
@@ -422,7 +424,15 @@ def outcome(models: dict[str, Path]) -> QATOutcome:
         plan=plan(str(models["model"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32")),
         statistics=SampleStatistics(source="python-help", kind="text", **counts, **tokens),
         result=QATResult(
-            dense=3.0, rounded=3.4, trained=3.1, steps=5, step_seconds=2.0, tokens=3200, timed_tokens=1600, **measured
+            dense=3.0,
+            rounded=3.4,
+            trained=3.1,
+            rounded_standard_error=0.1,
+            steps=5,
+            step_seconds=2.0,
+            tokens=3200,
+            timed_tokens=1600,
+            **measured,
         ),
         metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}],
         seconds=9.0,
@@ -432,7 +442,9 @@ def outcome(models: dict[str, Path]) -> QATOutcome:
 def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
     text = qat_report(outcome)
     for part in (
-        f"| before, rounded to the nearest | 3.4000 | {math.exp(3.4):.4g} |",
+        f"| before, rounded to the nearest | 3.4000 ± 0.1 | {math.exp(3.4):.4g} ± 3 |",
+        "| trained, as exported | 3.1000 | 22.2 |",
+        "Means over all labelled tokens; ± is one standard error, over samples.",
         "costs 0.4000 nats a token; training has won back 75 % of it.",
         "800 tokens/s",
         "3.0 GB of tensors",
