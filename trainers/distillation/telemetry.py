@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.estimates import token_mean
+from ..evaluation.estimates import STANDARD_ERROR, token_mean
 from ..losses.objective import TokenSums
 
 if TYPE_CHECKING:
@@ -37,22 +37,23 @@ class Telemetry:
         self._totals: dict[str, torch.Tensor] = {}
         self._samples: list[dict[str, torch.Tensor]] = []
 
-    def add(self, sums: dict[str, torch.Tensor]) -> None:
-        """Add the sums of one micro-batch; nothing is synchronised."""
+    def add(self, sums: dict[str, torch.Tensor], sample_sums: dict[str, torch.Tensor]) -> None:
+        """Add the sums of one micro-batch, and keep those [B] of its samples; nothing is synchronised."""
         for name, value in sums.items():
             self._totals[name] = self._totals.get(name, 0.0) + value.double()
+        if sample_sums:
+            self._samples.append(sample_sums)
 
-    def add_samples(self, sums: dict[str, torch.Tensor]) -> None:
-        """Keep the sums [B] of the samples of one micro-batch; nothing is synchronised."""
-        self._samples.append(sums)
-
-    def standard_errors(self) -> dict[str, float]:
+    def standard_errors(self, accelerator: Any) -> dict[str, float]:
         """Return those of the means over tokens, over the samples of all ranks; every rank must call it.
 
-        They hold where each rank reads samples of its own.
+        None where ranks share samples, of which each would count as often as it is read.
         """
         from accelerate.utils import gather_object
 
+        axes = getattr(accelerator, "parallelism_config", None)
+        if axes is not None and axes.tp_size * axes.cp_size * axes.sp_size > 1:
+            return {}
         own: list[dict[str, float]] = []
         for batch in self._samples:
             values = {name: sums_B.tolist() for name, sums_B in batch.items()}
@@ -64,7 +65,7 @@ class Telemetry:
         for name, shown in NAMES.items():
             if all(name in sums for sums in samples):
                 error = token_mean([sums[name] for sums in samples], weights).standard_error if samples else None
-                errors |= {} if error is None else {shown: error}
+                errors |= {} if error is None else {f"{shown}_{STANDARD_ERROR}": error}
         return errors
 
     def means(self, accelerator: Any) -> dict[str, float]:

@@ -12,7 +12,6 @@ from ...ds_configs.specs.teacher_placement import TeacherPlacement
 from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
 from ...plugins.launching.notes import note_on_first_rank
 from ...plugins.transformers.run_settings import trainer_faults
-from ..evaluation.estimates import STANDARD_ERROR
 from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
 from ..losses.objective import TeacherTargets, TokenObjective
 from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch, with_decoder_inputs
@@ -221,10 +220,7 @@ class DistillationTrainer(Trainer):
             yield stack.enter_context(targets_of(lesson, batch, getattr(self.teacher, "gathered_head", None)))
 
     def _record(self, model: Any, step: StudentStep, num_items_in_batch: Any) -> None:
-        telemetry = self._train_telemetry if model.training else self._eval_telemetry
-        telemetry.add(step.sums)
-        if not model.training:
-            telemetry.add_samples(step.sample_sums)
+        (self._train_telemetry if model.training else self._eval_telemetry).add(step.sums, step.sample_sums)
         if self._checked_first_step:
             return
         self._checked_first_step = True
@@ -253,10 +249,6 @@ class DistillationTrainer(Trainer):
         """Ranks that share one sequence: under Ulysses while training; each evaluates whole ones."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         return parallelism.sp_size if parallelism is not None and self.model.training else 1
-
-    def _shares_samples(self) -> bool:
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        return parallelism is not None and parallelism.tp_size * parallelism.cp_size * parallelism.sp_size > 1
 
     def _added_ranks(self) -> int:
         ranks = self._ranks_of_a_sequence()
@@ -309,10 +301,7 @@ class DistillationTrainer(Trainer):
         prefix = kwargs.get("metric_key_prefix", "eval")
         means = self._eval_telemetry.means(self.accelerator)
         _refuse_nonfinite(means.pop(NONFINITE, 0.0))
-        if not self._shares_samples():
-            means |= {
-                f"{name}_{STANDARD_ERROR}": value for name, value in self._eval_telemetry.standard_errors().items()
-            }
+        means |= self._eval_telemetry.standard_errors(self.accelerator)
         output.metrics.update({f"{prefix}_{name}": value for name, value in means.items()})
         return output
 

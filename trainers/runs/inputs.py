@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.planning.from_names import read_hardware
@@ -16,6 +17,7 @@ from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.samples import Samples, stated_samples
 from ..data.sources import WHOLE, Part, parse_source
 from ..data.streamed import streamed_samples
+from .checkpoints import CHECKPOINTS
 from .settings import LaunchedSettings, is_without
 
 if TYPE_CHECKING:
@@ -127,6 +129,35 @@ def evenly_held_out(
 def evaluation_batch_size(plan: Plan, samples: int) -> int:
     """Return the held-out samples of one forward pass on one rank: a micro-batch, or fewer where there are few."""
     return max(1, min(plan.chosen.strategy.micro_batch_size, samples // plan.hardware.world_size))
+
+
+def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, held_out: int) -> dict[str, Any]:
+    """Return the keys of `TrainingArguments` that a plan and the settings of every training ask for.
+
+    Args:
+        settings: What was asked for.
+        plan: Where everything goes.
+        output_dir: Of the training.
+        held_out: Samples to evaluate on.
+    """
+    arguments = planned_training_arguments(plan) | {
+        "output_dir": str(output_dir.absolute() / CHECKPOINTS),
+        "learning_rate": settings.base_learning_rate(),
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.03,
+        "num_train_epochs": settings.epochs,
+        "per_device_eval_batch_size": evaluation_batch_size(plan, held_out),
+        "logging_steps": settings.logging_steps,
+        "save_strategy": "no" if settings.save_steps is None else "steps",
+        "seed": settings.seed,
+        "report_to": list(settings.report_to) or "none",
+        "disable_tqdm": True,
+    }
+    if settings.max_steps is not None:
+        arguments["max_steps"] = settings.max_steps
+    if settings.save_steps is not None:
+        arguments["save_steps"] = settings.save_steps
+    return arguments
 
 
 def optimizer_steps(settings: LaunchedSettings, strategy: Strategy, samples: int) -> int:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.plan.output import disk_faults, reserved
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.training_arguments import planned_training_arguments as planned_arguments
 from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...plugins.huggingface_hub.model_directory import model_directory
@@ -30,8 +29,8 @@ from ..data.samples import Samples
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
 from ..reports.read import TRAINING_FILE
-from .checkpoints import CHECKPOINTS, last_checkpoint, refuse_to_resume
-from .inputs import evaluation_batch_size, optimizer_steps
+from .checkpoints import last_checkpoint, refuse_to_resume
+from .inputs import common_arguments, optimizer_steps
 from .launch import checking_launch, compile_operators, planned_launch, run_launches, write_job
 from .progress import Figures, OnFigures, OnStep
 from .report import LaunchedOutcome, read_metrics
@@ -340,23 +339,6 @@ def _job_fields(prepared: PreparedTraining[Any], output_dir: Path, *, resume: bo
 
 
 def _arguments(prepared: PreparedTraining[Any], output_dir: Path) -> dict[str, Any]:
-    """Return the keys of `TrainingArguments` that a plan and the settings ask for."""
-    settings = prepared.settings
-    arguments = planned_arguments(prepared.plan) | {
-        "output_dir": str(output_dir.absolute() / CHECKPOINTS),
-        "learning_rate": settings.base_learning_rate(),
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.03,
-        "num_train_epochs": settings.epochs,
-        "per_device_eval_batch_size": evaluation_batch_size(prepared.plan, len(prepared.samples.evaluation)),
-        "logging_steps": settings.logging_steps,
-        "save_strategy": "no" if settings.save_steps is None else "steps",
-        "seed": settings.seed,
-        "report_to": list(settings.report_to) or "none",
-        "disable_tqdm": True,
-    }
-    if settings.max_steps is not None:
-        arguments["max_steps"] = settings.max_steps
-    if settings.save_steps is not None:
-        arguments["save_steps"] = settings.save_steps
-    return {**arguments, **prepared.own_arguments}
+    """Return the keys of `TrainingArguments` of a run."""
+    held_out = len(prepared.samples.evaluation)
+    return {**common_arguments(prepared.settings, prepared.plan, output_dir, held_out), **prepared.own_arguments}
