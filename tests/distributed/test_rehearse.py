@@ -50,7 +50,7 @@ def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_op
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
     done = subprocess.run(
-        [sys.executable, "-m", "shardwright", "rehearse", str(directory), "--text", str(text), "--format", "json"],
+        [*warm_command("shardwright"), "rehearse", str(directory), "--text", str(text), "--format", "json"],
         capture_output=True,
         text=True,
         timeout=600,
