@@ -45,7 +45,10 @@ class RanksFailedError(AssertionError):
 
 @contextmanager
 def server() -> Iterator[None]:
-    """Start the session's server, which imports nothing until it is asked, and name it in this environment."""
+    """Start a server, which imports nothing until it is asked, and name it in this environment until it ends.
+
+    The session has one; a test whose processes must import under other variables starts its own.
+    """
     name = uuid.uuid4().hex
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address(name))
@@ -57,13 +60,16 @@ def server() -> Iterator[None]:
             start_new_session=True,
             pass_fds=[listener.fileno()],
         )
+    outer = os.environ.pop(SERVER_NAME, None)
     os.environ[SERVER_NAME] = name
     try:
         yield
     finally:
         process.kill()
         process.wait()
-        os.environ.pop(SERVER_NAME, None)
+        del os.environ[SERVER_NAME]
+        if outer is not None:
+            os.environ[SERVER_NAME] = outer
 
 
 def write_interpreter(directory: Path) -> Path:

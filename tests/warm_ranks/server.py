@@ -323,5 +323,5 @@ def finish(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     end_with_parent()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | os.environ)
     finish(run_as_interpreter(Server(int(sys.argv[1])).serve()["arguments"]))

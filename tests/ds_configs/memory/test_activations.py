@@ -281,10 +281,16 @@ def test_tracing_a_config_equals_the_stored_coefficients() -> None:
 
 @pytest.mark.trace
 @pytest.mark.parametrize(
-    ("model_type", "architecture"),
-    [("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"), ("clip", "CLIPModel")],
+    ("model_type", "architecture", "depth"),
+    [
+        ("bert", "BertForMaskedLM", {"num_hidden_layers": 2}),
+        ("t5", "T5ForConditionalGeneration", {"num_layers": 2, "num_decoder_layers": 2}),
+        ("clip", "CLIPModel", {f"{part}_config": {"num_hidden_layers": 2} for part in ("text", "vision")}),
+    ],
 )
-def test_encoders_and_pairs_are_traced(model_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_and_pairs_are_traced(
+    model_type: str, architecture: str, depth: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from shardwright.plugins.activations.worker import answer
     from transformers import masking_utils
 
@@ -298,7 +304,7 @@ def test_encoders_and_pairs_are_traced(model_type: str, architecture: str, monke
     small, large = (
         answer(
             {
-                "config": {"model_type": model_type, "architectures": [architecture]},
+                "config": {"model_type": model_type, "architectures": [architecture]} | depth,
                 "micro_batch_size": batch,
                 "seq_len_tokens": 48,
                 "mode": "bf16",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_ranks
 from readable_hub import COMMIT, CONFIG, FILES, PARAMETERS, Hub, readable_hub
 
 pytestmark = pytest.mark.slow
@@ -61,17 +62,22 @@ def hub() -> Iterator[str]:
         yield address
 
 
-def drive(endpoint: str, home: Path, cases: list[list[str]], **environment: str) -> list[list[Any]]:
-    """Run commands in one fresh process whose only Hub is `endpoint`; nothing may reach elsewhere or show a token."""
-    # Warm processes know the Hub of the process that they are forked from.
-    cleared = ("HF_", "HUGGING", "SHARDWRIGHT_", "TRANSFORMERS", "PYTHON_EXEC")
+def of_the_hub(endpoint: str, home: Path) -> dict[str, str]:
+    """Return the environment of a user of this Hub alone."""
+    cleared = ("HF_", "HUGGING", "SHARDWRIGHT_", "TRANSFORMERS")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(cleared)}
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-    settings["SHARDWRIGHT_DATA_DIR"] = os.environ["SHARDWRIGHT_DATA_DIR"]
+    return clean | settings | {"SHARDWRIGHT_DATA_DIR": os.environ["SHARDWRIGHT_DATA_DIR"]}
+
+
+def drive(
+    endpoint: str, home: Path, cases: list[list[str]], *, python: str = sys.executable, **environment: str
+) -> list[list[Any]]:
+    """Run commands in one fresh process whose only Hub is `endpoint`; nothing may reach elsewhere or show a token."""
     finished = subprocess.run(
-        [sys.executable, "-c", DRIVER],
+        [python, "-c", DRIVER],
         input=json.dumps(cases),
-        env=clean | settings | environment,
+        env=of_the_hub(endpoint, home) | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -176,7 +182,7 @@ def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_model_of_the_hub_is_quantized_and_trained_at_its_commit(
-    hub: str, tmp_path: Path, whole_repository: str
+    hub: str, tmp_path: Path, whole_repository: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, home, trained = tmp_path / "q", tmp_path / "home", tmp_path / "trained"
     scheme = ("--scheme", "W8A16", "--group-size", "32")
@@ -188,7 +194,17 @@ def test_a_model_of_the_hub_is_quantized_and_trained_at_its_commit(
         ["quantize", whole_repository, *flags],
         ["quantize", "org/pickled", *flags, "--force"],
     ]
-    (trains, _, told), (code, out, err), (refused, _, why) = drive(hub, home, cases)
+    with monkeypatch.context() as before_imports:
+        user = of_the_hub(hub, home)
+        for name in os.environ.keys() - user.keys():
+            before_imports.delenv(name)
+        for name, value in user.items():
+            before_imports.setenv(name, value)
+        # The session's warm processes know the Hub of the process that they are forked from.
+        before_imports.setenv("HF_HUB_OFFLINE", "0")
+        with warm_ranks.server():
+            python = os.environ["PYTHON_EXEC"]
+            (trains, _, told), (code, out, err), (refused, _, why) = drive(hub, home, cases, python=python)
     assert trains == 0, told
     job = json.loads((trained / "plan" / "plan.json").read_text())
     assert job["model"]["revision"] == COMMIT
