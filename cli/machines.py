@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +13,22 @@ from pydantic import Field
 
 from ..ds_configs.plan.launch import MAIN_PORT, NodePlace
 from ..ds_configs.specs.errors import Fault, UsageError
-from ..ds_configs.specs.settings import Settings
+from ..ds_configs.specs.settings import Names, Settings
 from ..plugins.launching.notes import NOTE
 from .command_line import arguments
 from .progress import note
 
 if TYPE_CHECKING:
+    from ..ds_configs.specs.hardware import HardwareSpec
     from ..trainers.replicas.launch import Replicas
 
 _OF_SSH = ("on", "hostfile", "ssh_config")
+_OF_SLURM = ("on", "sbatch", "name")
 _OF_PLACES = ("node_rank", "main_address", "main_port", "num_nodes", "num_processes")
+
+# A file of settings, which all machines read, may state what is not for one of them.
+_ON_SSH = ("--on", "local", "--hostfile", "null", "--ssh-config", "null")
+_IN_SLURM = ("--on", "local", "--sbatch=[]", "--name", "shardwright")
 
 
 class MachineOptions(Settings):
@@ -91,15 +98,25 @@ class MachineOptions(Settings):
 class PlannedMachineOptions(MachineOptions):
     """Machines of a run, as many as its hardware or plan names."""
 
+    engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **MachineOptions.engines,
+        "sbatch": ("slurm",),
+        "name": ("slurm",),
+    }
+
     check_nodes: bool = Field(True, description="Compare versions, accelerators, links, clocks, memory and disk first")
+    sbatch: Names = Field((), description="Further options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
+    name: str = Field("shardwright", description="What the scheduler calls it")
+
+    def faults(self) -> list[Fault]:
+        """Return what would be passed over or lacks its other half, and names that a scheduler reads otherwise."""
+        from ..ds_configs.plan.cluster_jobs import name_faults, setting_faults
+
+        return name_faults(self.name) + setting_faults(self.sbatch) + super().faults()
 
 
 class SameCommandOptions(MachineOptions):
     """Machines that all run the command that was called."""
-
-    on: Literal["local", "ssh"] = Field(
-        "local", description="ssh: run this command on each machine of --hostfile, from this directory"
-    )
 
     def faults(self) -> list[Fault]:
         """Return what would be passed over, and what is missing."""
@@ -113,10 +130,18 @@ class SameCommandOptions(MachineOptions):
 class TrainingMachineOptions(SameCommandOptions, PlannedMachineOptions):
     """Machines of a command that trains."""
 
+    on: Literal["local", "ssh", "slurm"] = Field(
+        "local",
+        description="Run this command from this directory on each machine of --hostfile (ssh), or as a job (slurm)",
+    )
+
 
 class ReplicaOptions(SameCommandOptions):
     """Processes of a command whose result does not depend on their number."""
 
+    on: Literal["local", "ssh"] = Field(
+        "local", description="ssh: run this command on each machine of --hostfile, from this directory"
+    )
     num_processes: int = Field(
         1, ge=1, description="Processes in all, each with the model and a share of the batches; same result as of one"
     )
@@ -143,9 +168,7 @@ class SameCommand:
         from ..plugins.clusters.ssh import own_program
 
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
-        # A file of settings, which all machines read, may state these.
-        local = ["--on", "local", "--hostfile", "null", "--ssh-config", "null"]
-        return [*own_program(), *self.words, *local, "--node-rank", str(place.rank), *meeting, *options]
+        return [*own_program(), *self.words, *_ON_SSH, "--node-rank", str(place.rank), *meeting, *options]
 
     def resumed(self) -> SameCommand:
         return self
@@ -191,6 +214,35 @@ def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> i
         on_line=_print_line,
         notify=note,
     )
+    return 0
+
+
+def slurm_script_of_command(machines: TrainingMachineOptions, hardware: HardwareSpec) -> str:
+    """Return the script for `sbatch` that runs the command that was called, as often as the hardware has nodes."""
+    from ..ds_configs.plan.cluster_jobs import slurm_command_script
+    from ..plugins.clusters.ssh import own_program
+
+    stated = [word for word in arguments() if word not in ("--dry-run", "--dry_run")]
+    words = [*own_program(), *without_options(stated, _OF_SLURM), *_IN_SLURM]
+    return slurm_command_script(words, hardware, name=machines.name, settings=machines.sbatch)
+
+
+def submit_to_slurm(
+    script: str, hardware: HardwareSpec, machines: PlannedMachineOptions, *, as_json: bool = False
+) -> int:
+    """Submit a script, say which job it is, and return the exit code.
+
+    Raises:
+        UsageError: there is no SLURM here, or it has too few nodes.
+        ShardwrightError: SLURM refuses the script; says what it said.
+    """
+    from ..plugins.clusters.slurm import cluster_faults, submit
+
+    if faults := cluster_faults(hardware, machines.sbatch):
+        raise UsageError(faults)
+    number = submit(script)
+    line = f"Submitted job {number}: squeue --job {number} shows it, slurm-{number}.out gets its output"
+    print(json.dumps({"schema_version": 1, "job": number}) if as_json else line)
     return 0
 
 

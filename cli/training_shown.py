@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..ds_configs.specs.errors import UsageError
+from ..ds_configs.specs.errors import Fault, UsageError
 from .command_line import command_line
-from .machines import TrainingMachineOptions, run_on_hosts, tell_place
+from .machines import TrainingMachineOptions, run_on_hosts, slurm_script_of_command, submit_to_slurm, tell_place
 from .options import TrainingOptions
 from .progress import Bar, LinesAtTimes, note, progress_on_stderr
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..ds_configs.plan.plan import Plan
+    from ..ds_configs.specs.hardware import HardwareSpec
     from ..trainers.data.samples import Samples
     from ..trainers.runs.report import LaunchedOutcome
     from ..trainers.runs.run import PreparedTraining
@@ -55,14 +56,23 @@ def launched_command(
     if faults := machines.faults():
         raise UsageError(faults)
     if machines.on == "ssh" and not options.dry_run:
-        return run_on_hosts(machines, nodes=_planned_nodes(settings))
+        return run_on_hosts(machines, nodes=_planned_hardware(settings).nodes)
+    script = ""
+    if machines.on == "slurm":
+        hardware = _hardware_of_job(settings)
+        script = slurm_script_of_command(machines, hardware)
+        if not options.dry_run:
+            return submit_to_slurm(script, hardware, machines, as_json=as_json)
     place = None if options.dry_run else machines.place()
     # Libraries that log to stdout must not stand in the report.
     with redirect_stdout(sys.stderr):
         prepared = prepare(notify=note, place=place, **options.how)
     if options.dry_run:
         files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
+        more |= {"sbatch": script} if script and as_json else {}
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
+        if script and not as_json:
+            sys.stdout.write(f"The job would be:\n{script}")
         return 0
     common: dict[str, Any] = {"resume": options.resume, "check_nodes": machines.check_nodes, "notify": note}
     if place is not None and not place.is_first:
@@ -82,12 +92,27 @@ def launched_command(
     return 0
 
 
-def _planned_nodes(settings: LaunchedSettings) -> int:
+def _planned_hardware(settings: LaunchedSettings) -> HardwareSpec:
     from ..ds_configs.plan.plan import Plan
     from ..trainers.runs.inputs import chosen_hardware
 
     plan = getattr(settings, "plan", None)
-    return (chosen_hardware(settings) if plan is None else Plan.load(plan).hardware).nodes
+    return chosen_hardware(settings) if plan is None else Plan.load(plan).hardware
+
+
+def _hardware_of_job(settings: LaunchedSettings) -> HardwareSpec:
+    """Return the hardware that a cluster is asked for.
+
+    Raises:
+        UsageError: it is that of this machine, which only submits.
+    """
+    if getattr(settings, "plan", None) is None and settings.hardware in (None, "local"):
+        rule, fix = (
+            "must name the nodes of the job, not this machine",
+            "such as --hardware 2x8xH100-80GB, or plan first",
+        )
+        raise UsageError(Fault(where="hardware", value=settings.hardware, rule=rule, fix=fix))
+    return _planned_hardware(settings)
 
 
 def _view(begins: str, console: Console, plan: Plan) -> Bar:

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from ...ds_configs.plan.launch import NodePlace
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
-from ...ds_configs.specs.settings import Names
-from ..machines import MachineOptions, PlannedMachineOptions
+from ..machines import PlannedMachineOptions, submit_to_slurm
 from ..options import ConfigOption
 from ..progress import note
 from ..settings import FILLED, Options, grouped
@@ -29,12 +28,11 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
     """Machines of a launch."""
 
     engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **MachineOptions.engines,
+        **PlannedMachineOptions.engines,
         "dry_run": ("ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"),
         "wait_for_nodes": ("ssh", "ray"),
         "address": ("ray",),
         "restarts": ("ssh", "ray", "jobset"),
-        "sbatch": ("slurm",),
         "name": ("slurm", "ray", "kubernetes", "jobset", "skypilot"),
         "image": ("kubernetes", "jobset"),
         "volume": ("kubernetes", "jobset"),
@@ -60,8 +58,6 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
     min_nodes: int | None = Field(
         None, ge=1, description="Fewest machines that a restart goes on with, at the same global batch. Default: all"
     )
-    sbatch: Names = Field((), description="Further options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
-    name: str = Field("shardwright", description="What the scheduler calls it")
     image: str | None = Field(None, description="Container image with shardwright, for kubernetes and jobset")
     volume: str | None = Field(None, description="Claim that all pods write to, as CLAIM:/PATH")
     nodes: int | None = Field(None, ge=1, description="Machines that there are, where fewer than the plan has go on")
@@ -69,9 +65,7 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
 
     def faults(self) -> list[Fault]:
         """Return what would be passed over or lacks its other half, and names that a scheduler reads otherwise."""
-        from ...ds_configs.plan.cluster_jobs import name_faults, setting_faults
-
-        faults = name_faults(self.name) + setting_faults(self.sbatch) + super().faults()
+        faults = super().faults()
         if self.on == "local" and self.node_rank is None and self.main_address is None and self.nodes is not None:
             faults.append(Fault(where="nodes", value=self.nodes, rule="needs --node-rank and --main-address beside it"))
         return faults
@@ -222,17 +216,12 @@ def _on_ray(job: ClusterJob, options: LaunchOptions) -> int:
 
 def _in_slurm(job: ClusterJob, options: LaunchOptions) -> int:
     from ...ds_configs.plan.cluster_jobs import slurm_script
-    from ...plugins.clusters.slurm import cluster_faults, submit
 
     script = slurm_script(job, settings=options.sbatch)
     if options.dry_run:
         sys.stdout.write(script)
         return 0
-    if faults := cluster_faults(job.plan, options.sbatch):
-        raise UsageError(faults)
-    number = submit(script)
-    print(f"Submitted job {number}: squeue --job {number} shows it, slurm-{number}.out gets its output")
-    return 0
+    return submit_to_slurm(script, job.plan.hardware, options)
 
 
 def _by_manifest(job: ClusterJob, options: LaunchOptions) -> int:

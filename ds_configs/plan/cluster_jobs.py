@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..specs.errors import Fault
+from ..specs.hardware import HardwareSpec
 from .launch import NodePlace
 from .plan import Plan
 
@@ -25,6 +26,13 @@ RESUME = "--resume-or-anew"
 """Argument of a training that is started again: nobody is there to decide what a broken checkpoint is worth."""
 _STOPPED = 143
 """Exit code of a run that was asked to stop, and has saved."""
+_MEETING = (
+    "set -uo pipefail\n"
+    'main_address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
+    "# Two jobs that share a machine meet at different ports.\n"
+    "main_port=$((20000 + SLURM_JOB_ID % 10000))\n"
+)
+"""Lines of a job in which its nodes learn where they meet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,20 +113,13 @@ def slurm_script(
     follows the script on `sbatch`'s line is a script of one's own with its arguments, or arguments of the plan's
     training. `settings` are further options of `sbatch`, such as `--partition=gpu`.
     """
-    hardware = job.plan.hardware
-    asked = [f"--job-name={job.name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
-    if hardware.gpu != "CPU":
-        asked.append(f"--gpus-per-node={hardware.gpus_per_node}")
-    asked += ["--exclusive", "--requeue", "--open-mode=append", f"--signal=TERM@{saving_seconds}", *settings]
+    further = ("--requeue", "--open-mode=append", f"--signal=TERM@{saving_seconds}", *settings)
     directory = '"$SLURM_SUBMIT_DIR"' if job.directory == "." else shlex.quote(job.directory)
     behind, options = shlex.join(job.words_behind), "".join(f"{shlex.quote(word)} " for word in job.options)
     # What the shell of the node puts in comes behind the words that are the same for all.
     same = len(job.program) + 2
     return (
-        "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in asked) + f"{header}set -uo pipefail\n"
-        'main_address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
-        "# Two jobs that share a machine meet at different ports.\n"
-        "main_port=$((20000 + SLURM_JOB_ID % 10000))\n"
+        f"{_asked(job.plan.hardware, job.name, further)}{header}{_MEETING}"
         f'set -- {behind}{" " if behind else ""}"$@"\n'
         "# A script of one's own reads SLURM_RESTART_COUNT itself.\n"
         'case "${1:--}" in -*) set -- "$@" ${SLURM_RESTART_COUNT:+"'
@@ -134,3 +135,32 @@ def slurm_script(
         "fi\n"
         'exit "$code"\n'
     )
+
+
+def slurm_command_script(
+    words: Sequence[str],
+    hardware: HardwareSpec,
+    *,
+    name: str,
+    settings: tuple[str, ...] = (),
+    saving_seconds: int = SAVING_SECONDS,
+) -> str:
+    """Return a script for `sbatch` that runs one command on every node, stopped in time to save.
+
+    Every node puts its place behind the command's words. The job is not queued again: how its command goes on is for
+    whoever called it to say.
+    """
+    asked = _asked(hardware, name, ("--no-requeue", f"--signal=TERM@{saving_seconds}", *settings))
+    return (
+        f"{asked}{_MEETING}srun --wait={saving_seconds} bash -c "
+        f'\'exec "$@" --node-rank "$SLURM_NODEID"\' node {shlex.join(words)} '
+        '--main-address "$main_address" --main-port "$main_port"\n'
+    )
+
+
+def _asked(hardware: HardwareSpec, name: str, further: Sequence[str]) -> str:
+    """Return the head of a script for `sbatch`: one launcher on each node, which has all of it."""
+    asked = [f"--job-name={name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
+    if hardware.gpu != "CPU":
+        asked.append(f"--gpus-per-node={hardware.gpus_per_node}")
+    return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*asked, "--exclusive", *further])

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault
+from ...ds_configs.specs.hardware import HardwareSpec
 from .submission import program_faults, submitted
 
 
-def cluster_faults(plan: Plan, settings: Sequence[str]) -> list[Fault]:
-    """Return what keeps a plan from this cluster's queue: no SLURM, or too few nodes."""
+def cluster_faults(hardware: HardwareSpec, settings: Sequence[str]) -> list[Fault]:
+    """Return what keeps a run on some hardware from this cluster's queue: no SLURM, or too few nodes."""
     faults = program_faults("slurm", "sbatch")
     if faults:
         return faults
     partitions = [setting for setting in settings if setting.startswith("--partition=")]
     counted = submitted(["sinfo", "--noheader", "--format=%D", *partitions])
     there = sum(int(line) for line in counted.split())
-    if there < plan.hardware.nodes:
-        rule = f"the plan has {plan.hardware.nodes} nodes, the cluster {there}" + (
+    if there < hardware.nodes:
+        rule = f"the plan has {hardware.nodes} nodes, the cluster {there}" + (
             f" in {partitions[0].removeprefix('--partition=')}" if partitions else ""
         )
-        faults.append(Fault(where="nodes", value=plan.hardware.name, rule=rule, fix="plan for what there is"))
+        faults.append(Fault(where="nodes", value=hardware.name, rule=rule, fix="plan for what there is"))
     return faults
 
 

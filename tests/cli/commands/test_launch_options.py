@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
-from shardwright.cli.machines import SameCommand
+from shardwright.cli.command_line import running
+from shardwright.cli.machines import SameCommand, slurm_script_of_command
 from shardwright.cli.main import build_app, run
 from shardwright.cli.settings import resolve
 from shardwright.ds_configs.plan.launch import NodePlace
+from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.clusters.ssh import own_program
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--on", "slurm"], "hardware: must name the nodes of the job, not this machine"),
+        (["--on", "slurm", "--hardware", "local", "--dry-run"], "hardware = 'local': must name the nodes"),
+        (["--on", "slurm", "--hardware", "2x1xCPU", "--hostfile", "h"], "is for --on ssh, not slurm"),
+        (["--on", "slurm", "--hardware", "2x1xCPU"], "on = 'slurm': there is no sbatch on the path"),
+        (["--sbatch=--time=1"], "is for --on slurm, not local"),
+        (["--on", "slurm", "--hardware", "2x1xCPU", "--name", "Two words"], "must be at most 40 lower-case letters"),
+    ],
+)
+def test_a_training_command_that_no_job_can_run_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(["train", "model", "--output-dir", str(tmp_path / "out"), *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -38,9 +61,20 @@ def test_an_option_that_would_be_passed_over_is_refused(
 
 
 def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text("on: ssh\nhostfile: hosts\nssh_config: own\nmax_steps: 3\n")
-    words = ("train", "model", "--output-dir", "out", "--config", str(tmp_path / "settings.yaml"))
+    file, own = tmp_path / "settings.yaml", len(own_program())
+    words = ("train", "model", "--output-dir", "out", "--config", str(file))
+    file.write_text("on: ssh\nhostfile: hosts\nssh_config: own\nmax_steps: 3\n")
     there = SameCommand(words=words).node_words(NodePlace(rank=1, main_address="a"), "--until-stdin-closes")
-    _, bound = resolve(build_app(), there[len(own_program()) :])
-    assert bound.arguments["machines"].faults() == []
-    assert bound.arguments["settings"].max_steps == 3
+    _, over_ssh = resolve(build_app(), there[own:])
+    file.write_text("on: slurm\nsbatch: [--time=1]\nname: tuning\nhardware: 2x1xCPU\nmax_steps: 3\n")
+    with running(words):
+        _, asked = resolve(build_app(), words)
+        machines = asked.arguments["machines"]
+        script = slurm_script_of_command(machines, parse_hardware("2x1xCPU"))
+    assert "#SBATCH --job-name=tuning\n" in script and "#SBATCH --time=1\n" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    node = shlex.split(script.splitlines()[-1].partition(" node ")[2])
+    _, in_slurm = resolve(build_app(), [*node[own:-1], "20005", "--node-rank", "1"])
+    for bound in (over_ssh, in_slurm):
+        assert bound.arguments["machines"].faults() == []
+        assert bound.arguments["settings"].max_steps == 3
