@@ -193,7 +193,11 @@ def test_fused_loss_meets_the_reference_and_the_plain_loss(kind: str) -> None:
 
 
 def sums_of(sums: TokenSums) -> dict[str, float]:
-    return {name: float(value.detach()) for name, value in vars(sums).items() if value is not None}
+    found = {name: float(value.detach()) for name, value in vars(sums).items() if name != "rows" and value is not None}
+    assert {name: float(values_N.sum()) for name, values_N in sums.rows.items()} == {
+        name: value for name, value in found.items() if name not in ("loss", "weight")
+    }
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
