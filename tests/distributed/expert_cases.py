@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 128
-STEPS = 5
+STEPS = 3
 SAVED_AT = 3
 ROWS = 4
 """Samples of a micro-batch, on all ranks together."""

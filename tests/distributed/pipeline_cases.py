@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from small_models import llama
 
-STEPS = 5
+STEPS = 3
 VOCAB_SIZE = 96
 MICRO_BATCH_SIZE = 2
 LAYERS = 3

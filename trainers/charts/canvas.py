@@ -22,6 +22,8 @@ COLOURS = BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY
 _INK, _PAPER = "#010203", "#fdfefe"
 """Stand for the colours of text and ground in an SVG, which the page decides."""
 _SIZE_INCHES = 4.6, 3.1
+_SVG_DPI = 72
+"""Points of an SVG in an inch."""
 
 
 def panels(*draws: Draw, width: float = _SIZE_INCHES[0], height: float = 3.8) -> Figure:
@@ -42,8 +44,18 @@ def panels(*draws: Draw, width: float = _SIZE_INCHES[0], height: float = 3.8) ->
 def png(drawn: Figure) -> bytes:
     """Return a figure as a PNG file."""
     output = io.BytesIO()
+    _lay_out(drawn, dpi=120)
     drawn.savefig(output, format="png", dpi=120)
     return output.getvalue()
+
+
+def _lay_out(drawn: Figure, *, dpi: int) -> None:
+    """Place the charts of a figure as `savefig` would, which draws everything once for that and throws it away."""
+    drawn.set_dpi(dpi)
+    engine = drawn.get_layout_engine()
+    assert engine is not None, "panels() asks for one"
+    engine.execute(drawn)
+    drawn.set_layout_engine(None)
 
 
 def svg(draw: Draw, name: str, title: str, *, height: float = _SIZE_INCHES[1]) -> str:
@@ -60,6 +72,7 @@ def svg(draw: Draw, name: str, title: str, *, height: float = _SIZE_INCHES[1]) -
     from html import escape
 
     from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "hatch.color")
     style: Any = dict.fromkeys(inks, _INK) | {
@@ -72,6 +85,8 @@ def svg(draw: Draw, name: str, title: str, *, height: float = _SIZE_INCHES[1]) -
     output = io.StringIO()
     with rc_context(style):
         drawn = panels(draw, height=height)
+        FigureCanvasSVG(drawn)
+        _lay_out(drawn, dpi=_SVG_DPI)
         drawn.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
     body = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>", "", output.getvalue(), flags=re.DOTALL)
     body = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", body)
