@@ -53,10 +53,7 @@ def planned_facts(plan: Plan, arguments: Mapping[str, Any], samples: Any) -> dic
         arguments: Keys of `TrainingArguments`, as the ranks get them.
         samples: What is trained on; `None` where only the ranks know their order.
     """
-    from transformers import TrainingArguments
-
     strategy = plan.chosen.strategy
-    defaults = {one.name: one.default for one in dataclasses.fields(TrainingArguments)}
     facts = {
         "engine": "ddp" if strategy.engine == "single" else strategy.engine,
         "zero_stage": strategy.zero_stage,
@@ -65,10 +62,18 @@ def planned_facts(plan: Plan, arguments: Mapping[str, Any], samples: Any) -> dic
         "world_size": plan.hardware.world_size,
         "global_batch_size": None if strategy.axes else strategy.global_batch_size,
         "precision": {"fp32": "no"}.get(plan.job.precision, plan.job.precision),
-        **_argument_facts(SimpleNamespace(**defaults | dict(arguments))),
+        **stated_facts(arguments),
         "data": _data(samples),
     }
     return _as_recorded(facts)
+
+
+def stated_facts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts that keys of `TrainingArguments` tell alone."""
+    from transformers import TrainingArguments
+
+    defaults = {one.name: one.default for one in dataclasses.fields(TrainingArguments)}
+    return _as_recorded(_argument_facts(SimpleNamespace(**defaults | dict(arguments))))
 
 
 def _argument_facts(args: Any) -> dict[str, Any]:

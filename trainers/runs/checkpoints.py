@@ -23,22 +23,22 @@ def last_checkpoint(output_dir: Path) -> Path | None:
     Raises:
         RefusedInputError: there are some, but none is whole; says why of each.
     """
-    found = _newest(output_dir, read_complete)
+    found = _newest(output_dir / CHECKPOINTS, read_complete)
     return None if found is None else found.path
 
 
 def whole_checkpoint(output_dir: Path) -> Selection | None:
     """Return the newest whole checkpoint; raises and returns as `last_checkpoint`."""
-    return _newest(output_dir, read_whole)
+    return _newest(output_dir / CHECKPOINTS, read_whole)
 
 
-def refuse_to_resume(output_dir: Path, facts: Mapping[str, Any], *, steps: int) -> None:
+def refuse_to_resume(directory: Path, facts: Mapping[str, Any], *, steps: int) -> None:
     """Tell before a rank starts what forbids to go on from the newest checkpoint.
 
     Args:
-        output_dir: Of the training.
-        facts: What `planned_facts` tells of the run that would go on.
-        steps: Its optimizer steps.
+        directory: Of the checkpoints.
+        facts: What is known of the run that would go on, as `run_facts` names it.
+        steps: Its optimizer steps; 0 or less where only its epochs are known.
 
     Raises:
         UsageError: all steps are done, or the run differs from the one that saved in what cannot be carried over.
@@ -46,13 +46,12 @@ def refuse_to_resume(output_dir: Path, facts: Mapping[str, Any], *, steps: int) 
     """
     # Every byte is read only where nothing else is going to be: the ranks would pass over a damaged one.
     for read in (read_complete, read_whole):
-        found = _newest(output_dir, read)
+        found = _newest(directory, read)
         faults = [] if found is None else compared(found.record.facts, facts)[0] + finished_faults(found, facts, steps)
         if not faults:
             return
     raise UsageError(faults)
 
 
-def _newest(output_dir: Path, read: Reader) -> Selection | None:
-    directory = output_dir / CHECKPOINTS
+def _newest(directory: Path, read: Reader) -> Selection | None:
     return newest_whole(directory, read) if checkpoints(directory) else None

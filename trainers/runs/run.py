@@ -29,7 +29,7 @@ from ..data.samples import Samples
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
 from ..reports.read import TRAINING_FILE
-from .checkpoints import last_checkpoint, refuse_to_resume
+from .checkpoints import CHECKPOINTS, last_checkpoint, refuse_to_resume
 from .inputs import common_arguments, optimizer_steps
 from .launch import checking_launch, compile_operators, planned_launch, run_launches, write_job
 from .progress import Figures, OnFigures, OnStep
@@ -171,7 +171,7 @@ def _refuse_to_resume(prepared: PreparedTraining[Any], output_dir: Path) -> None
     compared = None if prepared.samples.statistics.machines > 1 else samples
     facts = planned_facts(plan, _arguments(prepared, output_dir), compared)
     steps = optimizer_steps(prepared.settings, plan.chosen.strategy, len(samples))
-    refuse_to_resume(output_dir, facts, steps=steps)
+    refuse_to_resume(output_dir / CHECKPOINTS, facts, steps=steps)
 
 
 def _what_is_left(output_dir: Path) -> str:

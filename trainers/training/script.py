@@ -11,13 +11,15 @@ from typing import Any
 
 from ...ds_configs.plan.deepspeed_copy import copy_faults
 from ...ds_configs.plan.fewer_nodes import on_fewer_nodes
-from ...ds_configs.plan.launch import NodePlace
+from ...ds_configs.plan.launch import TRAINING_MODULE, NodePlace
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.training_arguments import planned_training_arguments
 from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
 from ...plugins.launching.launch import run_together
 from ...plugins.launching.notes import Notify
+from ..checkpoints.run_facts import stated_facts
+from ..runs.checkpoints import refuse_to_resume
 from ..runs.inputs import launch_faults
 from ..runs.launch import LONGEST_RUN_SECONDS, checking_launch, compile_operators, planned_launch
 
@@ -49,8 +51,8 @@ def launch_plan(
         notify: Receives remarks.
 
     Raises:
-        UsageError: there is no plan, no script, not the hardware that was planned for, or another DeepSpeed
-            configuration in `accelerate.yaml` than in `ds_config.json`.
+        UsageError: there is no plan, no script, not the hardware that was planned for, another DeepSpeed
+            configuration in `accelerate.yaml` than in `ds_config.json`, or nothing left to go on with.
         ShardwrightError: a rank failed; says which and why.
     """
     faults: list[Fault] = []
@@ -81,7 +83,23 @@ def launch_plan(
                 write_files({_ARGUMENTS: json.dumps(changed)}, Path(directory))
                 words = ["--training-arguments", f"{directory}/{_ARGUMENTS}", *words]
             launched = replace(launched, arguments=(*launched.arguments, *words))
+            if "--resume" in words:
+                _refuse_to_resume(launched.arguments[launched.arguments.index(TRAINING_MODULE) + 1 :])
         run_together([launched], **ran)
+
+
+def _refuse_to_resume(words: Sequence[str]) -> None:
+    """Tell before a rank starts what forbids a plan's own training, which these words call, to go on.
+
+    Raises:
+        UsageError: all steps are done, or a word or setting is none, or not that of the run that saved.
+        RefusedInputError: there are checkpoints, but none is whole.
+    """
+    from ..train_causal_lm import parse_flags, read_settings
+
+    flags = parse_flags(words)
+    settings = read_settings(flags)
+    refuse_to_resume(flags.output_dir, stated_facts(settings), steps=settings.get("max_steps", 0))
 
 
 def _changed_arguments(

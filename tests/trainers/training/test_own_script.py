@@ -9,11 +9,14 @@ import pytest
 import shardwright
 from distilling import collate, rows, tiny
 from planning import llama
+from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import job_from_words
+from shardwright.trainers.checkpoints.record import file_records, write_record
+from shardwright.trainers.training import script
 
 
 def test_words_of_plan_are_fields_of_a_job() -> None:
@@ -54,3 +57,23 @@ def test_a_trainer_for_a_plan_says_what_ran_otherwise(tmp_path: Path, capsys: py
     trainer.train()
     assert (tmp_path / "out" / "plan_measurement.json").is_file()
     assert "per_device_train_batch_size was 2, the plan says 4" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_plan_whose_training_is_done_starts_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned("1xCPU", seq_len_tokens=32, micro_batch_size=4, precision="fp32").write(tmp_path / "plan")
+    checkpoint = tmp_path / "plan" / "model" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"max_steps": 4}')
+    write_record(checkpoint, step=4, files=file_records(checkpoint), facts={"max_steps": 4, "seed": 7})
+    started: list[Any] = []
+    monkeypatch.setattr(script, "run_together", lambda launches, **how: started.append(launches))
+    words = ["launch", str(tmp_path / "plan"), "--", "--resume", "--max-steps"]
+    assert run([*words, "4"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].partition(":")[0] for line in told] == [" resume", " resume = 'checkpoint-4'"], told
+    assert "all of 4 steps are done" in told[1] and "the checkpoint was saved with 7" in told[0]
+    (tmp_path / "plan" / "training_arguments.json").write_text('{"seed": 7}')
+    assert run([*words, "5"]) == 0 and len(started) == 1
