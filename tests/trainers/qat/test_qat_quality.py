@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
-STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 120, 2, 4e-4, 32
+STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 60, 2, 4e-4, 32
 
 
 def samples(rows_NS: torch.Tensor) -> list[dict[str, list[int]]]:
