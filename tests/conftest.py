@@ -32,6 +32,8 @@ SHARED = dict.fromkeys(("test_qat_quality.py", "test_quantize_quality.py"), "sma
 WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "browser": 5, "trace": 2}
 """How much longer a test with this marker takes than another."""
 _SESSION = pytest.StashKey[session.Session]()
+_MODULES = pytest.StashKey[int]()
+"""Modules that are left out of collections of garbage."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,17 +102,21 @@ def unit_of(nodeid: str) -> str:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what was imported out of every later collection of garbage."""
-    gc.collect()
-    gc.freeze()
+    _leave_out(session.config)
     gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """The same for what tests imported since: each training collects garbage, and walks all that is not left out."""
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > item.config.stash[_MODULES]:
+        _leave_out(item.config)
+
+
+def _leave_out(config: pytest.Config) -> None:
+    gc.collect()
+    gc.freeze()
+    config.stash[_MODULES] = len(sys.modules)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
