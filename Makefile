@@ -66,13 +66,14 @@ test-serving: install $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$
 test-clusters: $(VENV)/.operators $(SKYPILOT)/.installed
 	@for needed in nsenter ip sshd slurmctld munged; do PATH="$$PATH:/usr/sbin:/sbin" command -v $$needed >/dev/null || \
 	{ echo "$$needed is needed (Debian: apt-get install util-linux iproute2 openssh-server slurm-wlm munge)" >&2; exit 1; }; done
-	SKYPILOT_PYTHON=$(abspath $(SKYPILOT))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clusters tests/clusters
+	SKYPILOT_PYTHON=$(abspath $(SKYPILOT))/bin/python OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	$(BIN)/python -m pytest -m clusters tests/clusters
 
-# SkyPilot wants other versions of much that trains.
+# SkyPilot wants other versions of much that trains. Most of its modules are never imported.
 $(SKYPILOT)/.installed: constraints.txt
 	rm -rf $(SKYPILOT)
 	$(PYTHON) -m venv $(SKYPILOT)
-	$(SKYPILOT)/bin/pip install --quiet skypilot==0.14.1
+	$(SKYPILOT)/bin/pip install --quiet --no-compile skypilot==0.14.1
 	touch $@
 
 # mypy resolves relative imports from files, so it sees the checkout under the package's own name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ def ended(number: str, config: str) -> str:
     return "" if state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED") else state
 
 
+def printed(output: Path, text: str, times: int = 1) -> bool:
+    """Return whether a job has printed a text so often."""
+    return output.exists() and output.read_text().count(text) >= times
+
+
 def submitted(words: list[str], config: str) -> str:
     done = shardwright(words, SLURM_CONF=config)
     assert done.returncode == 0, done.stderr
@@ -28,7 +34,7 @@ def submitted(words: list[str], config: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """A job that was asked to stop, for which SLURM waits two minutes before its next turn."""
+    """A job that was asked to stop, for which SLURM waits before its next turn."""
 
     number: str
     losses: Path
@@ -47,7 +53,7 @@ def stopped(model: Path, slurm: str, tmp_path_factory: pytest.TempPathFactory) -
     plan, losses, output = planned(model, work / "plan", "2x1xCPU"), work / "losses.json", work / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
     number = submitted([*words, "--", *training(losses, steps=STEPS)], slurm)
-    until(lambda: output.exists() and "'loss'" in output.read_text(), 200, "first steps", output)
+    until(partial(printed, output, "'loss'"), 200, "first steps", output)
     asked("scancel", "--signal=TERM", number, config=slurm)
     until(lambda: "Restarts=1" in asked("scontrol", "show", "job", number, config=slurm), 120, "next turn", output)
     saved = (int(place.name.removeprefix("checkpoint-")) for place in (plan / "model").glob("checkpoint-*"))
@@ -58,7 +64,9 @@ def test_a_job_that_is_asked_to_stop_saves_and_is_queued_again(stopped: Stopped)
     assert len(stopped.saved) == 1
 
 
+@pytest.mark.usefixtures("cold")
 def test_two_nodes_train_as_one_machine(plan: Path, slurm: str, local_losses: list[float], tmp_path: Path) -> None:
+    """With all imports of all processes, as users start them."""
     losses, output = tmp_path / "losses.json", tmp_path / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--", *training(losses)]
     number = submitted(words, slurm)
@@ -72,7 +80,7 @@ def test_a_job_that_its_user_ends_is_not_queued_again(plan: Path, slurm: str, tm
     output = tmp_path / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
     number = submitted([*words, "--", *training(tmp_path / "losses.json", steps=100_000)], slurm)
-    until(lambda: output.exists() and "'loss'" in output.read_text(), 200, "first steps", output)
+    until(partial(printed, output, "'loss'"), 200, "first steps", output)
     asked("scancel", number, config=slurm)
     until(lambda: ended(number, slurm), 120, "end of the job", output)
     assert ended(number, slurm) == "CANCELLED"
@@ -86,6 +94,20 @@ def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
     assert done.returncode == 2
     assert "the plan has 3 nodes, the cluster 2" in done.stderr
     assert asked("squeue", "--noheader", "--format=%i", config=slurm) in ("", stopped.number)
+
+
+def test_a_job_that_gets_no_further_is_not_queued_again(plan: Path, slurm: str, tmp_path: Path) -> None:
+    """Two turns in a row are stopped before there is a checkpoint."""
+    script, output = tmp_path / "stands_still.py", tmp_path / "output"
+    script.write_text("import time\nprint('it stands still', flush=True)\ntime.sleep(600)\n")
+    words = ["launch", str(plan), str(script), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
+    number = submitted([*words, "--output_dir", str(tmp_path / "checkpoints")], slurm)
+    for told in (2, 4):
+        until(partial(printed, output, "it stands still", told), 200, "both ranks", output)
+        asked("scancel", "--signal=TERM", number, config=slurm)
+    until(lambda: ended(number, slurm), 120, "end of the job", output)
+    assert f"job {number} has no whole checkpoint after 2 turns without progress" in output.read_text()
+    assert "Restarts=1 " in asked("scontrol", "show", "job", number, config=slurm)
 
 
 def test_the_next_turn_of_a_stopped_job_goes_on_from_its_checkpoint(stopped: Stopped, slurm: str) -> None:

@@ -29,6 +29,54 @@ def test_two_machines_train_as_one(model: Path, over_ssh: list[str], tmp_path: P
     assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
+def test_four_ranks_on_two_machines_evaluate_and_cache_as_one_process(
+    model: Path, over_ssh: list[str], tmp_path: Path
+) -> None:
+    """The bytes of a teacher's cache and every figure; each machine has two ranks."""
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} says {index * index}." for index in range(200)))
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in NAMES))
+    ssh = [*over_ssh[:3], str(tmp_path / "hosts"), *over_ssh[4:]]
+    evaluate = ["evaluate", str(model), "--text", str(tmp_path / "text.txt"), "--seq-len", "32", "--num-samples", "26"]
+    cache = ["cache-teacher", str(model), "--dataset", str(tmp_path / "text.txt"), "--seq-len", "32"]
+    found, bytes_of = [], []
+    for name, more in (("one", []), ("four", ssh)):
+        done = shardwright([*evaluate, "--no-speed", "--format", "json", *more], OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        found.append(json.loads(line) | {"seconds": 0})
+        output = tmp_path / name
+        done = shardwright([*cache, "--output-dir", str(output), *more], OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        bytes_of.append({file.name: file.read_bytes() for file in output.iterdir()})
+    assert f"machine 1 has done its share; the results are on {NAMES[0]}" in done.stderr
+    assert found[1] == found[0]
+    assert bytes_of[1] == bytes_of[0]
+
+
+def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    words = ["launch", str(plan), *over_ssh, "--no-check-nodes", "--"]
+    running = started([*words, *training(tmp_path / "losses.json", steps=100_000)], output)
+    until(lambda: "'loss'" in output.read_text(), 200, "first steps", output)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(timeout=120) == 128 + signal.SIGTERM, output.read_text()
+    checkpoints = list((plan / "model").glob("checkpoint-*"))
+    assert len(checkpoints) == 1, "one whole checkpoint"
+    done = shardwright(["check", str(plan)])
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_host_without_a_way_to_it_is_told_before_anything_starts(
+    plan: Path, over_ssh: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text(f"{NAMES[0]} slots=1\n10.83.7.77 slots=1\n")
+    options = [*over_ssh[:3], str(tmp_path / "hostfile"), *over_ssh[4:]]
+    done = shardwright(["launch", str(plan), *options])
+    assert done.returncode == 1
+    assert "10.83.7.77: ssh gets no answer" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
     saving: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
 ) -> None:
@@ -62,51 +110,3 @@ def test_a_run_goes_on_with_the_host_that_is_left(
     found = read_losses(losses)
     assert len(found) <= len(local_losses) - 20
     assert found == pytest.approx(local_losses[-len(found) :], abs=1e-5)
-
-
-def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    words = ["launch", str(plan), *over_ssh, "--no-check-nodes", "--"]
-    running = started([*words, *training(tmp_path / "losses.json", steps=100_000)], output)
-    until(lambda: "'loss'" in output.read_text(), 200, "first steps", output)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(timeout=120) == 128 + signal.SIGTERM, output.read_text()
-    checkpoints = list((plan / "model").glob("checkpoint-*"))
-    assert len(checkpoints) == 1, "one whole checkpoint"
-    done = shardwright(["check", str(plan)])
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_host_without_a_way_to_it_is_told_before_anything_starts(
-    plan: Path, over_ssh: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "hostfile").write_text(f"{NAMES[0]} slots=1\n10.83.7.77 slots=1\n")
-    options = [*over_ssh[:3], str(tmp_path / "hostfile"), *over_ssh[4:]]
-    done = shardwright(["launch", str(plan), *options])
-    assert done.returncode == 1
-    assert "10.83.7.77: ssh gets no answer" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_four_ranks_on_two_machines_evaluate_and_cache_as_one_process(
-    model: Path, over_ssh: list[str], tmp_path: Path
-) -> None:
-    """The bytes of a teacher's cache and every figure; each machine has two ranks."""
-    (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} says {index * index}." for index in range(200)))
-    (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in NAMES))
-    ssh = [*over_ssh[:3], str(tmp_path / "hosts"), *over_ssh[4:]]
-    evaluate = ["evaluate", str(model), "--text", str(tmp_path / "text.txt"), "--seq-len", "32", "--num-samples", "26"]
-    cache = ["cache-teacher", str(model), "--dataset", str(tmp_path / "text.txt"), "--seq-len", "32"]
-    found, bytes_of = [], []
-    for name, more in (("one", []), ("four", ssh)):
-        done = shardwright([*evaluate, "--no-speed", "--format", "json", *more], OMP_NUM_THREADS="1")
-        assert done.returncode == 0, done.stdout + done.stderr
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        found.append(json.loads(line) | {"seconds": 0})
-        output = tmp_path / name
-        done = shardwright([*cache, "--output-dir", str(output), *more], OMP_NUM_THREADS="1")
-        assert done.returncode == 0, done.stdout + done.stderr
-        bytes_of.append({file.name: file.read_bytes() for file in output.iterdir()})
-    assert f"machine 1 has done its share; the results are on {NAMES[0]}" in done.stderr
-    assert found[1] == found[0]
-    assert bytes_of[1] == bytes_of[0]
