@@ -7,16 +7,26 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from cluster_hosts import NAMES, Hosts, environment, two_hosts
+from cluster_hosts import NAMES, Hosts, environment, logs, two_hosts
 from shardwright.plugins.launching.launch import interpreter
 from warm_ranks import SERVER_NAME
 
 STEPS = 60
 """Enough that a host can die between two checkpoints."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what hosts printed beside a test that failed."""
+    report = yield
+    hosts = getattr(item, "funcargs", {}).get("hosts")
+    if report.failed and isinstance(hosts, Hosts):
+        report.sections.append(("hosts", logs(hosts.directory)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -173,6 +183,8 @@ def write_slurm_settings(directory: Path, addresses: Mapping[str, str], spool: s
         "AuthType=auth/munge",
         # Also what a job that is queued again waits for: 120 s where nothing is said (slurm.conf(5), SLURM 22.05).
         "AuthInfo=cred_expire=10",
+        # Else a job whose wait is over is looked at once a minute.
+        "SchedulerParameters=sched_interval=1",
         "SlurmUser=root",
         "SlurmdUser=root",
         f"StateSaveLocation={directory}/state",

@@ -43,7 +43,7 @@ class Stopped:
     """Steps of its checkpoints."""
 
 
-STEPS = 500
+STEPS = 300
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_two_nodes_train_as_one_machine(plan: Path, slurm: str, local_losses: li
     losses, output = tmp_path / "losses.json", tmp_path / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--", *training(losses)]
     number = submitted(words, slurm)
-    until(lambda: ended(number, slurm), 120, "end of the job", output)
+    until(lambda: ended(number, slurm), 300, "end of the job", output)
     assert ended(number, slurm) == "COMPLETED", output.read_text()
     assert read_losses(losses) == pytest.approx(local_losses, abs=1e-6)
     assert f"{NAMES[0]}, {NAMES[1]}: same versions and files" in output.read_text()

@@ -215,6 +215,11 @@ def test_a_lock_is_stale_when_no_process_has_it_open(tmp_path: Path, monkeypatch
     with pytest.raises(StaleLockError, match=f"delete it: rm {stale}"):
         prepare_operators(["cpu_adam"])
     assert stale.exists(), "a lock is never deleted unasked"
+    (stale.parent / "cpu_adam.so").touch()
+    prepare_operators(["cpu_adam"])  # Another machine may be loading it.
+    os.utime(stale, (0, 0))
+    with pytest.raises(StaleLockError, match=f"delete it: rm {stale}"):
+        prepare_operators(["cpu_adam"])
 
 
 def test_a_rank_passes_a_lock_that_a_killed_one_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
