@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -332,12 +332,15 @@ def grid() -> list[Case]:
     """Return legal cases in which every legal pair of values occurs, and at least `LEAST_CASES` of them."""
     every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
     legal = [case for case in every if case.is_legal]
-    wanted = {pair for case in legal for pair in pairs(case)}
+    held = {case: frozenset(pairs(case)) for case in legal}
+    wanted = set().union(*held.values())
     chosen: list[Case] = []
     while wanted:
-        best = max(legal, key=lambda case: (len(wanted & set(pairs(case))), -_repeats(case, chosen)))
+        most = max(len(wanted & found) for found in held.values())
+        ties = [case for case, found in held.items() if len(wanted & found) == most]
+        best = min(ties, key=lambda case: _repeats(case, chosen))
         chosen.append(best)
-        wanted -= set(pairs(best))
+        wanted -= held[best]
     while len(chosen) < LEAST_CASES:
         rest = [case for case in legal if case not in chosen]
         chosen.append(min(rest, key=lambda case: _repeats(case, chosen)))
@@ -351,5 +354,5 @@ def pairs(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 def _repeats(case: Case, chosen: list[Case]) -> int:
     """How much of a case the chosen ones hold already: cubed, so that no two are nearly equal."""
-    values = asdict(case)
-    return sum(sum(values[name] == getattr(other, name) for name in values) ** 3 for other in chosen)
+    values = {field.name: getattr(case, field.name) for field in fields(case)}
+    return sum(sum(value == getattr(other, name) for name, value in values.items()) ** 3 for other in chosen)
