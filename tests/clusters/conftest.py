@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -132,14 +133,11 @@ def until(true: Callable[[], object], seconds: float, what: str, output: Path | 
 @pytest.fixture(scope="session")
 def hosts(work: Path) -> Iterator[Hosts]:
     """Two hosts with sshd and slurmd, and SLURM's controller on the first."""
-    if subprocess.run(["munge", "-n"], capture_output=True).returncode != 0:
-        Path("/run/munge").mkdir(exist_ok=True)
-        subprocess.run(["/etc/init.d/munge", "start"], check=True, capture_output=True)
     Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("client", "host"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(work / name)], check=True)
     # Holds sockets, whose paths have at most 108 characters.
-    with two_hosts(work) as made, tempfile.TemporaryDirectory(prefix="slurm-", dir="/run") as spool:
+    with two_hosts(work) as made, tempfile.TemporaryDirectory(prefix="slurm-", dir="/run") as spool, munged(spool):
         write_sshd_settings(work, made.addresses)
         write_slurm_settings(work / "slurm", made.addresses, spool)
         for name in NAMES:
@@ -147,6 +145,22 @@ def hosts(work: Path) -> Iterator[Hosts]:
         yield made
         for name in NAMES:
             made.kill(name)
+
+
+@contextmanager
+def munged(directory: str) -> Iterator[None]:
+    """Run the service by which SLURM's daemons and commands know each other; others on this machine have theirs."""
+    place = Path(directory)
+    place.chmod(0o755)
+    (place / "key").touch(mode=0o600)
+    (place / "key").write_bytes(os.urandom(128))
+    files = [f"--{name}-file={place / name}" for name in ("key", "pid", "log", "seed")]
+    with subprocess.Popen(["munged", "--foreground", f"--socket={place / 'munge'}", *files]) as process:
+        try:
+            until((place / "munge").exists, 20, "munged", place / "log")
+            yield
+        finally:
+            process.terminate()
 
 
 def start(hosts: Hosts, name: str) -> None:
@@ -182,7 +196,7 @@ def write_slurm_settings(directory: Path, addresses: Mapping[str, str], spool: s
         f"SlurmctldHost={first}({addresses[first]})",
         "AuthType=auth/munge",
         # Also what a job that is queued again waits for: 120 s where nothing is said (slurm.conf(5), SLURM 22.05).
-        "AuthInfo=cred_expire=10",
+        f"AuthInfo=socket={spool}/munge,cred_expire=10",
         # Else a job whose wait is over is looked at once a minute.
         "SchedulerParameters=sched_interval=1",
         "SlurmUser=root",
