@@ -55,12 +55,14 @@ def test_a_rank_that_fails_ends_its_group_and_shows_its_traceback(tmp_path: Path
         RanksFailedError, match=r"(?s)rank 1 of 2 failed with exit code 1.*KeyError: 'wrong weight'"
     ) as e:
         run_ranks([path])
-    assert time.monotonic() - started < 20
+    # A group that hangs takes 120 s; the first of a session waits for its imports.
+    assert time.monotonic() - started < 100
     assert e.value.output.count("said") >= 2
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
-    path = script(tmp_path, "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)")
+    """Though another may have failed of its loss, and been heard, before."""
+    path = script(tmp_path, "if rank == 0: sys.exit(1)\ntime.sleep(0.3)\nos.kill(os.getpid(), 9)")
     with pytest.raises(RanksFailedError, match="rank 1 of 2 was killed by SIGKILL"):
         run_ranks([path])
 

@@ -121,7 +121,8 @@ def run_ranks(
         ended = _wait(running, timeout_seconds)
         output = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
         remove_buffers(store.port)
-        failed = next((rank for rank, status in ended.items() if status), None)
+        # Others may notice the end of a rank that was killed, and fail of it, before it is told here.
+        failed = min(filter(ended.get, ended), key=lambda rank: ended[rank] != -signal.SIGKILL, default=None)
         if failed is not None:
             status = ended[failed]
             how = f"was killed by {signal_name(-status)}" if status < 0 else f"failed with exit code {status}"
