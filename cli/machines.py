@@ -51,7 +51,10 @@ class MachineOptions(Settings):
     node_rank: int | None = Field(None, ge=0, description="Place of this machine, where you start each yourself")
     main_address: str | None = Field(None, description="Name or address of machine 0, where ranks meet")
     main_port: int = Field(
-        MAIN_PORT, ge=1, le=65534, description="TCP port there; before a training the next one compares the machines"
+        MAIN_PORT,
+        ge=1,
+        le=65534,
+        description="TCP port of machine 0; trainings also use the next one, to compare machines",
     )
     until_stdin_closes: bool = Field(
         False, description="Stop once standard input ends, as --on ssh does; a training saves first"

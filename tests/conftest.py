@@ -48,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # The width of whoever runs the tests, which xdist hands on, is not the one that shown tables are compared with.
     os.environ.pop("COLUMNS", None)
     # Until all is collected: what is imported and rewritten meanwhile stays, and would be walked through each time.
-    gc.disable()
+    # Where workers collect, whoever controls them does not.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
+        gc.disable()
     if not hasattr(config, "workerinput"):
         config.stash[_SESSION] = session.open_session()
 

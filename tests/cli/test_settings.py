@@ -132,7 +132,7 @@ def statements(draw: st.DrawFn, command: tuple[str, ...]) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@hypothesis_settings(max_examples=3, deadline=None)
+@hypothesis_settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_every_option_reads_the_same_text_from_every_source(command: tuple[str, ...], data: st.DataObject) -> None:
     stated = data.draw(statements(command))
@@ -146,7 +146,7 @@ def test_every_option_reads_the_same_text_from_every_source(command: tuple[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@hypothesis_settings(max_examples=3, deadline=None)
+@hypothesis_settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_flags_win_over_environment_over_file_over_defaults(command: tuple[str, ...], data: st.DataObject) -> None:
     options = OPTIONS[command]

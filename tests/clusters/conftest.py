@@ -16,7 +16,7 @@ from cluster_hosts import NAMES, Hosts, environment, logs, two_hosts
 from shardwright.plugins.launching.launch import interpreter
 from warm_ranks import SERVER_NAME
 
-STEPS = 60
+STEPS = 90
 """Enough that a host can die between two checkpoints."""
 
 
@@ -196,7 +196,7 @@ def write_slurm_settings(directory: Path, addresses: Mapping[str, str], spool: s
         f"SlurmctldHost={first}({addresses[first]})",
         "AuthType=auth/munge",
         # Also what a job that is queued again waits for: 120 s where nothing is said (slurm.conf(5), SLURM 22.05).
-        f"AuthInfo=socket={spool}/munge,cred_expire=10",
+        f"AuthInfo=socket={spool}/munge,cred_expire=30",
         # Else a job whose wait is over is looked at once a minute.
         "SchedulerParameters=sched_interval=1",
         "SlurmUser=root",

@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(
     """At once, or after waiting in vain: Ray's count of nodes may still hold the dead one."""
     losses, output = tmp_path / "losses.json", tmp_path / "output"
     words = ["launch", str(saving), "--on", "ray", "--address", cluster.address, "--no-check-nodes", "--restarts", "1"]
-    running = started([*words, "--min-nodes", "1", "--wait-for-nodes", "25", "--", *training(losses)], output)
+    running = started([*words, "--min-nodes", "1", "--wait-for-nodes", "30", "--", *training(losses)], output)
     until(saved(saving, 20).exists, 200, "checkpoint", output)
     cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.is_head()), allow_graceful=False)
     try:

@@ -43,7 +43,7 @@ class Stopped:
     """Steps of its checkpoints."""
 
 
-STEPS = 300
+STEPS = 500
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_a_job_that_gets_no_further_is_not_queued_again(plan: Path, slurm: str, 
 
 
 def test_the_next_turn_of_a_stopped_job_goes_on_from_its_checkpoint(stopped: Stopped, slurm: str) -> None:
-    """It runs when SLURM's wait is over, behind the tests above."""
+    """It runs when SLURM's wait is over and no test above has the nodes."""
     until(lambda: ended(stopped.number, slurm), 360, "end of the job", stopped.output)
     assert ended(stopped.number, slurm) == "COMPLETED", stopped.output.read_text()
     assert len(read_losses(stopped.losses)) == STEPS - stopped.saved[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 128
-STEPS = 4
-SAVED_AT = 2
+STEPS = 5
+SAVED_AT = 3
 ROWS = 4
 """Samples of a micro-batch, on all ranks together."""
 BALANCE = 0.1

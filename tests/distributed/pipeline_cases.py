@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from small_models import llama
 
-STEPS = 3
+STEPS = 5
 VOCAB_SIZE = 96
 MICRO_BATCH_SIZE = 2
 LAYERS = 3

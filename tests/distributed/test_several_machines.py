@@ -62,6 +62,7 @@ def in_slurm(
     assert run([*arguments[len(program) :], "--on", "slurm", "--sbatch=--time=10"]) == 0
     port = free_ports()
     job = (directory / "job.sh").read_text().replace("$((20000 + SLURM_JOB_ID % 10000))", str(port))
+    assert f"main_port={port}\n" in job
     assert "#SBATCH --nodes=2\n" in job and "#SBATCH --time=10\n" in job
     return subprocess.run(
         ["bash"], input=job, cwd=directory, capture_output=True, text=True, timeout=300,

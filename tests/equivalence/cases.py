@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwright.ds_configs.specs.strategy import Strategy
 
-STEPS = 3
+STEPS = 5
 MICRO_STEP_SAMPLES = 4
 """Sequences of one micro-step over all ranks; an optimizer step has as many for each accumulated micro-batch."""
 ACCUMULATIONS = (1, 3)

@@ -1,6 +1,7 @@
 """Runs a program with a server of warm processes beside it, which ends with the program: `beside.py PROGRAM ...`.
 
-For hosts of a network namespace of their own, which has its own names of servers: the session's is one there too.
+A host that is a network namespace does not see the session's server, whose socket has a name of another namespace: this
+one listens there under the same name.
 """
 
 import os

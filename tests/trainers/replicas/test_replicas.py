@@ -162,12 +162,16 @@ def test_counts_and_places_that_cannot_be(replicas: Replicas, device: str, where
 
 def test_ways_to_start_machines_that_do_not_go_together(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    for stated, where in (
-        ({"on": "ssh", "node_rank": 1}, ["node_rank", "hostfile"]),
-        ({"node_rank": 1}, ["node_rank"]),
-        ({"hostfile": hosts, "ssh_config": hosts, "main_port": 5}, ["hostfile", "ssh_config", "main_port"]),
+    for stated, where, told in (
+        ({"on": "ssh", "node_rank": 1}, ["node_rank", "hostfile"], "hostfile: is missing"),
+        ({"node_rank": 1}, ["node_rank"], "node_rank = 1: needs --main-address"),
+        (
+            {"hostfile": hosts, "ssh_config": hosts, "main_port": 5},
+            ["hostfile", "ssh_config", "main_port"],
+            "is for --on ssh",
+        ),
     ):
-        with pytest.raises(UsageError) as refused:
+        with pytest.raises(UsageError, match=told) as refused:
             machines.ReplicaOptions.model_validate(stated).place()
         assert [fault.where for fault in refused.value.faults] == where
     hosts.write_text("a slots=2\nb slots=1\n")
