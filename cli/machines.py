@@ -226,7 +226,7 @@ def slurm_script_of_command(machines: TrainingMachineOptions, hardware: Hardware
     from ..plugins.clusters.ssh import own_program
 
     stated = [word for word in arguments() if word not in ("--dry-run", "--dry_run")]
-    words = [*own_program(), *without_options(stated, _OF_SLURM), *_IN_SLURM]
+    words = [*own_program(), *without_options(stated, (*_OF_SLURM, *_OF_PLACES)), *_IN_SLURM]
     return slurm_command_script(words, hardware, name=machines.name, settings=machines.sbatch)
 
 

@@ -151,8 +151,9 @@ def slurm_command_script(
     whoever called it to say.
     """
     asked = _asked(hardware, name, ("--no-requeue", f"--signal=TERM@{saving_seconds}", *settings))
+    # When the others have ended, machine 0 reports and uploads for as long as that takes.
     return (
-        f"{asked}{_MEETING}srun --wait={saving_seconds} bash -c "
+        f"{asked}{_MEETING}srun --wait=0 bash -c "
         f'\'exec "$@" --node-rank "$SLURM_NODEID"\' node {shlex.join(words)} '
         '--main-address "$main_address" --main-port "$main_port"\n'
     )

@@ -250,6 +250,8 @@ def _run_node(node: Mapping[str, Any]) -> None:
     if nodes is None:
         raise RuntimeError(f"there are {there} nodes, of {node['least']} that the plan needs")
     fewer = None if nodes == job.plan.hardware.nodes else nodes
+    if rank == 0 and not turn and fewer is not None:
+        print(f"the run begins with {nodes} of {job.plan.hardware.nodes} nodes: no more are free", flush=True)
     if turn and rank == 0:
         print(f"the run goes on from its newest whole checkpoint, with {nodes} node(s)", flush=True)
     place = NodePlace(rank=rank, main_address=address, main_port=port, nodes=fewer)

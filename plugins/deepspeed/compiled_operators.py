@@ -71,8 +71,9 @@ def prepare_operators(operators: Sequence[str], *, notify: Callable[[str], None]
         ShardwrightError: the compilation fails.
     """
     directory = extensions_directory()
-    # One beside a compiled operator may be held this moment by a process of another machine or container that loads it.
-    locks = [lock for lock in stale_locks(directory, operators) if is_abandoned(lock) or not _has_operator(lock)]
+    # That of a compiled operator may be held this moment by a process of another machine or container that loads it.
+    found = stale_locks(directory, operators)
+    locks = [lock for lock in found if is_abandoned(lock) or not is_compiled(directory, lock.parent.name)]
     if locks:
         raise StaleLockError(locks)
     missing = [name for name in operators if not is_compiled(directory, name)]
@@ -120,11 +121,7 @@ def is_abandoned(lock: Path) -> bool:
         age = time.time() - lock.stat().st_mtime
     except OSError:
         return False
-    return _has_operator(lock) and age > ABANDONED_SECONDS and not is_open_somewhere(lock)
-
-
-def _has_operator(lock: Path) -> bool:
-    return any(lock.parent.glob("*.so"))
+    return any(lock.parent.glob("*.so")) and age > ABANDONED_SECONDS and not is_open_somewhere(lock)
 
 
 def extensions_directory() -> Path:

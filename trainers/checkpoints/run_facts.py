@@ -58,7 +58,7 @@ def planned_facts(plan: Plan, arguments: Mapping[str, Any], samples: Any) -> dic
         "engine": "ddp" if strategy.engine == "single" else strategy.engine,
         "zero_stage": strategy.zero_stage,
         # Where axes are in use, who divides names them, and counts the ranks that read other samples.
-        "axes": None if strategy.axes or strategy.label.endswith("-hybrid") else {},
+        "axes": None if strategy.axes or (strategy.engine == "fsdp2" and strategy.dp_replicate > 1) else {},
         "world_size": plan.hardware.world_size,
         "global_batch_size": None if strategy.axes else strategy.global_batch_size,
         "precision": {"fp32": "no"}.get(plan.job.precision, plan.job.precision),

@@ -58,13 +58,12 @@ class Telemetry:
         for batch in self._samples:
             values = {name: sums_B.tolist() for name, sums_B in batch.items()}
             own += [dict(zip(values, sums, strict=True)) for sums in zip(*values.values(), strict=True)]
-        # A sample without labels says nothing.
-        samples = [sums for sums in gather_object(own) if sums[WEIGHT]]
+        samples = gather_object(own)
         weights = [sums[WEIGHT] for sums in samples]
         errors: dict[str, float] = {}
         for name, shown in NAMES.items():
             if all(name in sums for sums in samples):
-                error = token_mean([sums[name] for sums in samples], weights).standard_error if samples else None
+                error = token_mean([sums[name] for sums in samples], weights).standard_error if any(weights) else None
                 errors |= {} if error is None else {f"{shown}_{STANDARD_ERROR}": error}
         return errors
 

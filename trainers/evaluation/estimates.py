@@ -36,13 +36,13 @@ class Estimate:
 def token_mean(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
     """Return ``m = Σ sᵢ / Σ tᵢ`` over windows i with sum sᵢ over tᵢ tokens, with the standard error of a ratio.
 
-    ``SE = √(n / (n - 1) · Σ (sᵢ - m tᵢ)²) / Σ tᵢ`` (Cochran, Sampling Techniques, 3rd ed., eq. 6.13 without the finite
-    population); with equal tᵢ it is the standard deviation of the windows' means over √n. Of a difference between two
-    models give the sums' differences: that is the paired error.
+    ``SE = √(n / (n - 1) · Σ (sᵢ - m tᵢ)²) / Σ tᵢ`` over the n windows that have tokens (Cochran, Sampling Techniques,
+    3rd ed., eq. 6.13 without the finite population); with equal tᵢ it is the standard deviation of the windows' means
+    over √n. Of a difference between two models give the sums' differences: that is the paired error.
     """
     total = sum(counts)
     mean = math.fsum(sums) / total
-    windows = len(sums)
+    windows = sum(count > 0 for count in counts)
     if windows < 2:
         return Estimate(value=mean, standard_error=None)
     scatter = math.fsum((found - mean * count) ** 2 for found, count in zip(sums, counts, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.errors import Fault, UsageError
 from ..checkpoints.record import Reader, read_complete, read_whole
 from ..checkpoints.resume_rules import compared, finished_faults
 from ..checkpoints.selection import Selection, checkpoints, newest_whole
@@ -44,13 +44,17 @@ def refuse_to_resume(directory: Path, facts: Mapping[str, Any], *, steps: int) -
         UsageError: all steps are done, or the run differs from the one that saved in what cannot be carried over.
         RefusedInputError: there are checkpoints, but none is whole.
     """
-    # Every byte is read only where nothing else is going to be: the ranks would pass over a damaged one.
-    for read in (read_complete, read_whole):
-        found = _newest(directory, read)
-        faults = [] if found is None else compared(found.record.facts, facts)[0] + finished_faults(found, facts, steps)
-        if not faults:
-            return
-    raise UsageError(faults)
+    # Every byte is read only before a refusal: the ranks would pass over a checkpoint that is damaged.
+    try:
+        refused = bool(_faults(_newest(directory, read_complete), facts, steps))
+    except (OSError, ValueError):
+        refused = True
+    if refused and (faults := _faults(_newest(directory, read_whole), facts, steps)):
+        raise UsageError(faults)
+
+
+def _faults(found: Selection | None, facts: Mapping[str, Any], steps: int) -> list[Fault]:
+    return [] if found is None else compared(found.record.facts, facts)[0] + finished_faults(found, facts, steps)
 
 
 def _newest(directory: Path, read: Reader) -> Selection | None:

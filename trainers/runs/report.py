@@ -139,10 +139,13 @@ def read_metrics(directory: Path) -> list[dict[str, float]]:
 
 def report_text(template: str, outcome: LaunchedOutcome, settings: Mapping[str, Any], **values: Any) -> str:
     """Return `REPORT.md` from a room's template, which includes the sections of `runs/templates/run.md.j2`."""
+    counts = asdict(outcome.statistics)
+    machines = counts.pop("machines")
     data = [
-        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
-        for name, value in asdict(outcome.statistics).items()
+        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value) for name, value in counts.items()
     ]
+    if machines > 1:
+        data.append(("machines", f"{machines:,}, each with a part of its own; the counts are of the first one's"))
     return render(template, outcome=outcome, settings=settings, data=data, **values)
 
 

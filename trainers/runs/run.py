@@ -12,6 +12,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -149,12 +150,12 @@ def run_training(
     if faults := disk_faults(output_dir, needed_bytes=prepared.least_bytes):
         raise DoesNotFitError("\n".join(map(str, faults)))
     settings = prepared.settings
-    if resume:
-        _refuse_to_resume(prepared, output_dir)
-    with (
-        reserved(output_dir, force=force or resume),
-        pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(reserved(output_dir, force=force or resume))
+        # Once nobody else writes there, and before a repository is made for it.
+        if resume:
+            _refuse_to_resume(prepared, output_dir)
+        stack.enter_context(pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify))
         how: dict[str, Any] = {"notify": notify, "on_progress": on_progress, "on_figures": on_figures}
         how |= {"resume": resume, "check_nodes": check_nodes, "command": command}
         try:

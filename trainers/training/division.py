@@ -78,14 +78,15 @@ def divided_job_fields(statistics: SampleStatistics, settings: TrainSettings, pl
 def divided_training(job: TrainJob, own_samples: Dataset, arguments: Any) -> tuple[TrainJob, DividedSamples]:
     """Return the job with the counts of all machines, and the samples to train on; every rank must call it.
 
-    Each machine's samples are drawn in a random order of the seed, unless the user wants them in theirs.
+    Each machine's samples are drawn in a random order of the data's seed, unless the user wants them in theirs.
     """
     rank, world_size = arguments.process_index, arguments.world_size
     ranks = world_size // job.machines
     told = Share(rank=rank, ranks=world_size).told((job.train_samples, job.train_tokens))
     samples, tokens = (sum(counts) for counts in zip(*told[::ranks], strict=True))
     if job.settings.arg.get("train_sampling_strategy") != "sequential":
-        own_samples = own_samples.shuffle(seed=job.settings.seed, keep_in_memory=True)
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        own_samples = own_samples.shuffle(seed=seed, keep_in_memory=True)
     divided = DividedSamples(
         own_samples=own_samples,
         machine=rank // ranks,

@@ -10,6 +10,7 @@ from typing import Any
 from ...ds_configs.plan.files import edited_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import Fault, UsageError, collecting
+from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import not_covered
 from ...plugins.launching.notes import Notify
 from ...plugins.planning.from_names import plan_job
@@ -116,21 +117,29 @@ def prepare_train(
     if loaded is not None:
         with collecting(faults):
             settings, tokenizer = _with_tokenizer(settings, model)
-    plan = given
-    if plan is None and not faults:
-        assert hardware and loaded, "what failed left a fault"
+    plan, divides = given, settings.streaming and place is not None
+    if plan is None and divides and not faults:
+        # Which part a machine reads depends on the layout.
         with collecting(faults):
-            plan = plan_job(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
-    if tokenizer is not None and hardware is not None and settings.dataset:
+            plan = _planned(settings, loaded, hardware, notify)
+    if tokenizer is not None and hardware is not None and settings.dataset and not (divides and plan is None):
         with collecting(faults):
             part, count = part_of(settings, plan, place, notify), streamed_count(settings, plan, hardware)
             samples = named_samples(settings, tokenizer, train_samples=count and count // part.count, part=part)
     if faults:
         raise UsageError(faults)
-    assert plan and tokenizer and samples, "what failed left a fault"
+    assert tokenizer and samples, "what failed left a fault"
+    plan = plan or _planned(settings, loaded, hardware, notify)
     kept = _evenly_held_out(samples, plan, settings, notify)
     found = {"settings": settings, "plan": plan, "samples": kept, "tokenizer": tokenizer, "place": place}
     return PreparedTrain(model=model, **found)
+
+
+def _planned(
+    settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None, notify: Notify
+) -> Plan:
+    assert loaded and hardware, "what failed left a fault"
+    return plan_job(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=notify)
 
 
 def _evenly_held_out(samples: Samples, plan: Plan, settings: TrainSettings, notify: Notify) -> Samples:

@@ -92,7 +92,8 @@ def _refuse_to_resume(words: Sequence[str]) -> None:
     """Tell before a rank starts what forbids a plan's own training, which these words call, to go on.
 
     Raises:
-        UsageError: all steps are done, or a word or setting is none, or not that of the run that saved.
+        UsageError: all steps are done, or a setting is none, or not that of the run that saved.
+        SystemExit: a word is no flag of the training; argparse says which.
         RefusedInputError: there are checkpoints, but none is whole.
     """
     from ..train_causal_lm import parse_flags, read_settings

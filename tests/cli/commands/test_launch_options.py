@@ -11,7 +11,7 @@ from shardwright.cli.command_line import running
 from shardwright.cli.machines import SameCommand, slurm_script_of_command
 from shardwright.cli.main import build_app, run
 from shardwright.cli.settings import resolve
-from shardwright.ds_configs.plan.launch import NodePlace
+from shardwright.ds_configs.plan.launch import MAIN_PORT, NodePlace
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.clusters.ssh import own_program
 
@@ -67,8 +67,9 @@ def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path) -> N
     there = SameCommand(words=words).node_words(NodePlace(rank=1, main_address="a"), "--until-stdin-closes")
     _, over_ssh = resolve(build_app(), there[own:])
     file.write_text("on: slurm\nsbatch: [--time=1]\nname: tuning\nhardware: 2x1xCPU\nmax_steps: 3\n")
-    with running(words):
-        _, asked = resolve(build_app(), words)
+    stated = (*words, "--main-port", str(MAIN_PORT))
+    with running(stated):
+        _, asked = resolve(build_app(), stated)
         machines = asked.arguments["machines"]
         script = slurm_script_of_command(machines, parse_hardware("2x1xCPU"))
     assert "#SBATCH --job-name=tuning\n" in script and "#SBATCH --time=1\n" in script

@@ -93,8 +93,10 @@ def test_machines_divide_a_stream_where_each_rank_has_samples_of_its_own(
 
 def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
     own, orders = Dataset.from_dict({"input_ids": [[number] for number in range(32)]}), []
-    arguments = SimpleNamespace(process_index=0, world_size=1, per_device_train_batch_size=4)
-    for seed, stated in ((1, {}), (1, {}), (2, {}), (2, {"train_sampling_strategy": "sequential"})):
+    common = {"process_index": 0, "world_size": 1, "per_device_train_batch_size": 4}
+    orders_of = ((1, None, {}), (9, 1, {}), (2, None, {}), (2, None, {"train_sampling_strategy": "sequential"}))
+    for seed, data_seed, stated in orders_of:
+        arguments = SimpleNamespace(seed=seed, data_seed=data_seed, **common)
         settings = SimpleNamespace(seed=seed, arg=stated)
         job = TrainJob.model_construct(machines=1, settings=settings, train_samples=40, train_tokens=80)
         counted, divided = divided_training(job, own, arguments)

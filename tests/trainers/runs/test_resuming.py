@@ -1,0 +1,58 @@
+"""What is refused before a rank starts, and what is left to the ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from planning import public_model
+from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.trainers.checkpoints.record import flushed_records, write_record
+from shardwright.trainers.checkpoints.run_facts import planned_facts
+from shardwright.trainers.runs.checkpoints import refuse_to_resume
+
+FACTS = {"engine": "ddp", "max_steps": 6}
+
+
+def saved(directory: Path, step: int) -> Path:
+    """Return the state's file of a whole checkpoint of a run of six steps."""
+    file = directory / f"checkpoint-{step}" / "trainer_state.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"max_steps": 6}))
+    write_record(file.parent, step=step, files=flushed_records(file.parent), facts=FACTS)
+    return file
+
+
+def test_what_is_done_or_differs_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    refuse_to_resume(tmp_path, FACTS, steps=6)
+    with pytest.raises(UsageError, match=r"resume: engine = .*zero"):
+        refuse_to_resume(tmp_path, FACTS | {"engine": "zero"}, steps=6)
+    saved(tmp_path, 6)
+    with pytest.raises(UsageError, match=r"checkpoint-6.*all of 6 steps are done"):
+        refuse_to_resume(tmp_path, FACTS, steps=6)
+
+
+def test_a_damaged_checkpoint_is_no_reason(tmp_path: Path) -> None:
+    """Its file has its size and holds zeros, as after a loss of power; the ranks go on from the one before."""
+    saved(tmp_path, 4)
+    file = saved(tmp_path, 6)
+    file.write_bytes(bytes(file.stat().st_size))
+    refuse_to_resume(tmp_path, FACTS, steps=6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "axes"),
+    [("zero3", "none", {}), ("fsdp2", "none", {}), ("fsdp2-hybrid", "none", None), ("fsdp2-hybrid", "cpu", None)],
+)
+def test_axes_that_only_ranks_can_name_are_left_to_them(
+    strategy: str, offload: str, axes: dict[str, int] | None
+) -> None:
+    job = TrainingJob(strategy=strategy, offload=offload, seq_len_tokens=512)
+    made = make_plan(public_model("meta-llama/Llama-3.1-8B"), parse_hardware("2x8xA100-80GB"), job)
+    assert made.chosen.strategy.engine == strategy.partition("-")[0].replace("zero3", "deepspeed")
+    assert planned_facts(made, {"per_device_train_batch_size": 1}, None).get("axes") == axes
