@@ -48,7 +48,7 @@ test: $(VENV)/.operators
 	$(PYTEST) $(if $(ROOM),-k "$(ROOM)")
 
 test-fast: install
-	$(PYTEST) -m "not browser and not distributed and not install and not trace and not slow"
+	$(PYTEST) -m "not browser and not clusters and not distributed and not install and not trace and not slow"
 
 # Every package by its exact version, so that nothing is left to choose: a release of tomorrow changes nothing.
 $(SERVING)/.installed: benchmarks/serving_requirements.txt
