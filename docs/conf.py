@@ -10,7 +10,11 @@ project = "Shardwright"
 author = "The Shardwright authors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+# Copy commands without the prompt and without their output.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
+myst_enable_extensions = ["colon_fence"]
 # Types in signatures lead to a page where there is one. Links that people wrote, and errors, must all lead somewhere.
 nitpick_ignore_regex = [("py:class", ".*")]
 # Docstrings have code in single backticks.
@@ -27,7 +31,7 @@ html_title = project
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
-html_favicon = "_static/icon.svg"
+html_logo = html_favicon = "_static/icon.svg"
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
